@@ -1,0 +1,66 @@
+"""fibottention: sparse and diverse attention for vision transformers."""
+
+from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
+from fibottention import layers, patterns, sequences
+from fibottention.layers import SparseAttention
+from fibottention.ops import BackendChoice, explain_backend, sparse_attention
+from fibottention.patterns import Pattern
+from fibottention.specs import (
+    AttentionSpec,
+    BigBird,
+    Dense,
+    DilatedWindow,
+    Exponential,
+    Fibottention,
+    Longformer,
+    RandomPairs,
+    SlidingWindow,
+    SparseTransformer,
+    make_spec,
+    spec_names,
+)
+
+if TYPE_CHECKING:
+    from fibottention.adapters.timm import sparsify
+
+__all__ = [
+    "AttentionSpec",
+    "BackendChoice",
+    "BigBird",
+    "Dense",
+    "DilatedWindow",
+    "Exponential",
+    "Fibottention",
+    "Longformer",
+    "Pattern",
+    "RandomPairs",
+    "SlidingWindow",
+    "SparseAttention",
+    "SparseTransformer",
+    "explain_backend",
+    "layers",
+    "make_spec",
+    "patterns",
+    "sequences",
+    "sparse_attention",
+    "sparsify",
+    "spec_names",
+]
+
+__version__ = "0.1.0"
+
+if _find_spec("timm") is not None:
+    import fibottention.models.timm_models  # registers the models with timm
+
+
+def __getattr__(name: str) -> _Any:
+    if name != "sparsify":
+        raise AttributeError(f"module 'fibottention' has no attribute {name!r}")
+    if _find_spec("timm") is None:
+        raise ImportError("fibottention.sparsify needs timm; install it with: pip install 'fibottention[train]'")
+    from fibottention.adapters.timm import sparsify
+
+    return sparsify

@@ -1,0 +1,1 @@
+"""Put attention specs into existing models."""

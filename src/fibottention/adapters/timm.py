@@ -1,0 +1,251 @@
+"""`sparsify`: put an attention spec into a timm model, in place, keeping weights and state-dict keys."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from timm.models.cait import Cait
+from timm.models.convit import GPSA, ConVit
+from timm.models.eva import Eva
+from timm.models.pit import PoolingVisionTransformer
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from fibottention.adapters.timm_attention import SPARSE_CLASSES, adopt
+from fibottention.layers.pattern_attention import PatternAttention
+from fibottention.ops.attention import Backend
+from fibottention.specs import AttentionSpec
+
+__all__ = ["LayerReport", "SparsifyReport", "sparsify"]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one attention layer computes per image, before and after.
+
+    Attributes:
+        path: Path of the module in the model.
+        attention_class: Class of the replaced module.
+        num_heads: Number of heads.
+        head_dim: Size of one head.
+        num_tokens: Patch tokens of one sequence (of one window in Swin).
+        prefix_tokens: Prefix tokens of one sequence.
+        sequences: Sequences per image (the number of windows in Swin).
+        density: Share of pairs that are computed, prefix tokens included.
+        dense_macs: Multiply-accumulates of QK^T and AV over all pairs.
+        macs: Multiply-accumulates of QK^T and AV over the computed pairs.
+    """
+
+    path: str
+    attention_class: str
+    num_heads: int
+    head_dim: int
+    num_tokens: int
+    prefix_tokens: int
+    sequences: int
+    density: float
+    dense_macs: int
+    macs: int
+
+
+@dataclass(frozen=True)
+class SparsifyReport:
+    """What `sparsify` did; prints as a table.
+
+    Attributes:
+        model: Class of the model.
+        spec: The spec that was put in.
+        layers: One entry per replaced layer.
+    """
+
+    model: str
+    spec: AttentionSpec
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def dense_macs(self) -> int:
+        """Attention multiply-accumulates per image over all pairs."""
+        return sum(layer.dense_macs for layer in self.layers)
+
+    @property
+    def macs(self) -> int:
+        """Attention multiply-accumulates per image over the computed pairs."""
+        return sum(layer.macs for layer in self.layers)
+
+    def __str__(self) -> str:
+        header = ("layer", "class", "heads", "head dim", "tokens", "density", "MACs before", "MACs after")
+        rows = [
+            (
+                layer.path,
+                layer.attention_class,
+                str(layer.num_heads),
+                str(layer.head_dim),
+                f"{layer.prefix_tokens}+{layer.num_tokens}" + (f" x {layer.sequences}" if layer.sequences > 1 else ""),
+                f"{layer.density:.2%}",
+                f"{layer.dense_macs / 1e6:.2f} M",
+                f"{layer.macs / 1e6:.2f} M",
+            )
+            for layer in self.layers
+        ]
+        share = self.macs / self.dense_macs
+        total = ("total", "", "", "", "", f"{share:.2%}", f"{self.dense_macs / 1e6:.2f} M", f"{self.macs / 1e6:.2f} M")
+        widths = [max(len(row[i]) for row in (header, *rows, total)) for i in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+            for row in (header, *rows, total)
+        ]
+        return "\n".join([f"{self.model} with {self.spec}", *(line.rstrip() for line in lines)])
+
+
+@dataclass(frozen=True)
+class _Site:
+    """An attention module in a model, and the tokens it sees."""
+
+    parent: nn.Module
+    path: str
+    num_tokens: int
+    prefix_tokens: int
+    sequences: int = 1
+
+    @property
+    def module(self) -> nn.Module:
+        return getattr(self.parent, "attn")
+
+
+def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto") -> SparsifyReport:
+    """Make a timm model attend as a spec says, in place.
+
+    Weights and state-dict keys stay as they are. Supports VisionTransformer (ViT, DeiT, distilled, registers, pooled),
+    Eva (EVA-02, DINOv3), SwinTransformer (within each window), ConVit, PoolingVisionTransformer (PiT) and Cait's patch
+    blocks, also nested in another module. A model that was made sparse before gets the new spec.
+
+    Args:
+        model: The model.
+        spec: How to attend; ``Dense()`` gives back ordinary attention.
+        backend: As in `fibottention.sparse_attention`.
+
+    Returns:
+        A report of every replaced layer, which prints as a table.
+
+    Raises:
+        ValueError: If the model holds no attention that can be replaced, or some that cannot.
+        TypeError: If ``spec`` is not a spec.
+    """
+    if not isinstance(spec, AttentionSpec):
+        raise TypeError(f"spec must be an AttentionSpec such as Fibottention(), got {type(spec).__name__}")
+    sites = [
+        site
+        for prefix, root in model.named_modules()
+        if isinstance(root, tuple(_FAMILIES))
+        for site in _sites(prefix, root)
+    ]
+    if not sites:
+        supported = ", ".join(sorted(cls.__name__ for cls in _FAMILIES))
+        raise ValueError(f"sparsify does not support {type(model).__name__}; it supports timm's {supported}")
+    layers, replacements = [], []
+    for index, site in enumerate(sites):
+        module = site.module
+        sparse = PatternAttention(
+            spec, module.num_heads, prefix_tokens=site.prefix_tokens, layer=index, backend=backend
+        )
+        layers.append(_layer_report(site, sparse))
+        replacements.append((site, sparse))
+    # Nothing is changed until every layer has been checked.
+    for site, sparse in replacements:
+        if type(site.module) in SPARSE_CLASSES:
+            site.parent.attn = adopt(site.module, sparse)
+        else:
+            site.module.sparse = sparse
+    return SparsifyReport(type(model).__name__, spec, tuple(layers))
+
+
+def _layer_report(site: _Site, sparse: PatternAttention) -> LayerReport:
+    module = site.module
+    pattern = sparse.pattern(site.prefix_tokens + site.num_tokens)
+    dense_class = _dense_name(module)
+    if dense_class == "TalkingHeadAttn":
+        pattern = pattern.union()
+    head_dim = getattr(module, "head_dim", None) or module.proj.in_features // module.num_heads
+    pairs = pattern.num_heads * pattern.sequence_length**2
+    return LayerReport(
+        path=site.path,
+        attention_class=dense_class or "",
+        num_heads=module.num_heads,
+        head_dim=head_dim,
+        num_tokens=site.num_tokens,
+        prefix_tokens=site.prefix_tokens,
+        sequences=site.sequences,
+        density=pattern.density(),
+        dense_macs=2 * pairs * head_dim * site.sequences,
+        macs=pattern.macs(head_dim) * site.sequences,
+    )
+
+
+def _dense_name(module: nn.Module | None) -> str | None:
+    """Name of the timm class that a module is or stands for, or None if it is none that can be made sparse."""
+    for dense, sparse in SPARSE_CLASSES.items():
+        if type(module) is dense or isinstance(module, sparse):
+            return dense.__name__
+    return None
+
+
+def _sites(prefix: str, root: nn.Module) -> list[_Site]:
+    if not isinstance(getattr(root, "patch_drop", None), nn.Identity | None):
+        raise ValueError("sparsify needs patch_drop_rate=0: dropping patches would break the order of the tokens")
+    find = next(find for cls, find in _FAMILIES.items() if isinstance(root, cls))
+    sites = []
+    for path, block, tokens, prefix_tokens, sequences in find(root):
+        module = getattr(block, "attn", None)
+        if _dense_name(module) is None:
+            found = type(block if module is None else module).__name__
+            raise ValueError(f"sparsify does not support {found}, the attention of {type(root).__name__} at {path}")
+        sites.append(_Site(block, f"{prefix}.{path}.attn".lstrip("."), tokens, prefix_tokens, sequences))
+    return sites
+
+
+_Found = Iterator[tuple[str, nn.Module, int, int, int]]
+
+
+def _plain_blocks(model: nn.Module) -> _Found:
+    for i, block in enumerate(model.blocks):
+        yield f"blocks.{i}", block, model.patch_embed.num_patches, model.num_prefix_tokens, 1
+
+
+def _convit_blocks(model: nn.Module) -> _Found:
+    # The class token joins after the last GPSA block.
+    for i, block in enumerate(model.blocks):
+        prefix_tokens = 0 if isinstance(block.attn, GPSA) else 1
+        yield f"blocks.{i}", block, model.patch_embed.num_patches, prefix_tokens, 1
+
+
+def _cait_blocks(model: nn.Module) -> _Found:
+    for i, block in enumerate(model.blocks):
+        yield f"blocks.{i}", block, model.patch_embed.num_patches, 0, 1
+
+
+def _pit_blocks(model: nn.Module) -> _Found:
+    height, width = model.patch_embed.height, model.patch_embed.width
+    for s, stage in enumerate(model.transformers):
+        if s:
+            height, width = (height + 1) // 2, (width + 1) // 2
+        for i, block in enumerate(stage.blocks):
+            yield f"transformers.{s}.blocks.{i}", block, height * width, model.cls_token.shape[1], 1
+
+
+def _swin_blocks(model: nn.Module) -> _Found:
+    for s, stage in enumerate(model.layers):
+        for i, block in enumerate(stage.blocks):
+            windows = 1
+            for size, window in zip(block.input_resolution, block.window_size, strict=True):
+                windows *= -(-size // window)
+            yield f"layers.{s}.blocks.{i}", block, block.window_area, 0, windows
+
+
+_FAMILIES = {
+    VisionTransformer: _plain_blocks,
+    Eva: _plain_blocks,
+    SwinTransformer: _swin_blocks,
+    ConVit: _convit_blocks,
+    PoolingVisionTransformer: _pit_blocks,
+    Cait: _cait_blocks,
+}

@@ -1,0 +1,1 @@
+"""Analyses of models and runs, and the HTML report."""

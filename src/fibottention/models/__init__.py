@@ -1,0 +1,1 @@
+"""Models registered with timm."""

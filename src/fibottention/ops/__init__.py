@@ -1,0 +1,18 @@
+"""Sparse attention and its backends."""
+
+from fibottention.ops.arguments import WeightTransform
+from fibottention.ops.attention import Backend, BackendChoice, Fill, explain_backend, sparse_attention
+from fibottention.ops.pairs import pair_dot, pair_softmax, pair_sum, pair_sum_transposed
+
+__all__ = [
+    "Backend",
+    "BackendChoice",
+    "Fill",
+    "WeightTransform",
+    "explain_backend",
+    "pair_dot",
+    "pair_softmax",
+    "pair_sum",
+    "pair_sum_transposed",
+    "sparse_attention",
+]

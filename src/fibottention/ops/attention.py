@@ -1,0 +1,157 @@
+"""The public function `sparse_attention`, and the choice of its backend."""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args, overload
+
+import torch
+from torch import Tensor
+
+from fibottention.ops import gather, reference, sdpa
+from fibottention.ops.arguments import AttentionCall, WeightTransform, check_arguments
+from fibottention.patterns.pattern import Pattern
+
+__all__ = ["Backend", "BackendChoice", "Fill", "explain_backend", "sparse_attention"]
+
+Backend = Literal["auto", "reference", "gather", "sdpa"]
+Fill = Literal["-inf", "zero"]
+
+_BACKENDS: dict[str, Callable[[AttentionCall], tuple[Tensor, Tensor | None]]] = {
+    "reference": reference.attention,
+    "gather": gather.attention,
+    "sdpa": sdpa.attention,
+}
+
+# Density above which masked dense attention was faster than `gather`, forward and backward, measured on 2 CPU cores
+# for N = 197 to 1025 with benchmarks/crossover.py. It is a property of the machine, so only a rough guide elsewhere.
+_CROSSOVER_DENSITY = 0.08
+
+
+class BackendChoice(NamedTuple):
+    """A backend and the reason it was chosen."""
+
+    backend: str
+    reason: str
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    fill: Fill = "-inf",
+    transform: WeightTransform | None = None,
+    dropout_p: float = 0.0,
+    return_weights: Literal[False] = False,
+    backend: Backend = "auto",
+) -> Tensor: ...
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    fill: Fill = "-inf",
+    transform: WeightTransform | None = None,
+    dropout_p: float = 0.0,
+    return_weights: Literal[True],
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    fill: Fill = "-inf",
+    transform: WeightTransform | None = None,
+    dropout_p: float = 0.0,
+    return_weights: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over just the query-key pairs that a pattern keeps.
+
+    Shapes follow ``torch.nn.functional.scaled_dot_product_attention``; N counts prefix tokens too. Differentiable in
+    q, k, v and bias. Under autocast the inputs are cast to the autocast dtype, as that function does. A query that
+    keeps no key gives zeros.
+
+    Args:
+        q: Queries ``(B, H, N, D)``; float64, float32, bfloat16 or float16.
+        k: Keys ``(B, H, N, D)``.
+        v: Values ``(B, H, N, Dv)``.
+        pattern: Which pairs are kept.
+        bias: Added to the scaled scores, ``(B, H, N, N)``; batch and heads may be 1. A batch that divides B is
+            repeated along it (the shift masks of Swin windows).
+        scale: Factor of the scores; ``D ** -0.5`` if None.
+        fill: What a pair outside the pattern gets: ``"-inf"`` weight 0, the paper's intent; ``"zero"`` logit 0, as in
+            the released Fibottention code.
+        transform: Maps the kept weights row by row, ``(..., keys) -> (..., keys)``; zeros must stay zeros.
+        dropout_p: Dropout probability of the weights. Pass 0 in evaluation.
+        return_weights: Also return the kept weights, after transform and dropout.
+        backend: ``"reference"`` (dense, float32 or better), ``"gather"`` (only the kept pairs), ``"sdpa"`` (fused
+            dense attention under a mask), or ``"auto"``; `explain_backend` tells which one that is and why.
+
+    Returns:
+        The output ``(B, H, N, Dv)`` in the dtype of q, or the output and the weights ``(B, G, pairs)`` in the order
+        of `Pattern.pairs` (G = H for a pattern that is the same in all heads, else 1).
+
+    Raises:
+        ValueError: If shapes, dtypes or options do not fit together, or the named backend cannot serve the call.
+        TypeError: If a dtype or the pattern's type is not supported.
+    """
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    check_arguments(q, k, v, pattern, bias, fill, transform, dropout_p)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    call = AttentionCall(q, k, v, pattern, bias, scale, fill == "zero", transform, dropout_p, return_weights)
+    out, weights = _BACKENDS[_choose(call, backend).backend](call)
+    return out if weights is None else (out, weights)
+
+
+def explain_backend(
+    q: Tensor,
+    pattern: Pattern,
+    *,
+    fill: Fill = "-inf",
+    transform: WeightTransform | None = None,
+    return_weights: bool = False,
+) -> BackendChoice:
+    """The backend that ``backend="auto"`` would take for such a call of `sparse_attention`, and why.
+
+    Args:
+        q: The queries ``(B, H, N, D)``.
+        pattern: Which pairs are kept.
+        fill: As in `sparse_attention`.
+        transform: As in `sparse_attention`.
+        return_weights: As in `sparse_attention`.
+    """
+    return _choose(AttentionCall(q, q, q, pattern, None, 1.0, fill == "zero", transform, 0.0, return_weights), "auto")
+
+
+def _choose(call: AttentionCall, backend: str) -> BackendChoice:
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
+    lacking = sdpa.unsupported(call)
+    if backend == "sdpa" and lacking:
+        raise ValueError(f"backend 'sdpa' cannot serve this call: {lacking}; use 'gather' or 'auto'")
+    if backend != "auto":
+        return BackendChoice(backend, "asked for by name")
+    density = call.pattern.density()
+    if density < _CROSSOVER_DENSITY:
+        return BackendChoice("gather", f"density {density:.4f} is below the cross-over {_CROSSOVER_DENSITY}")
+    if lacking is None:
+        return BackendChoice("sdpa", f"density {density:.4f} is at or above the cross-over {_CROSSOVER_DENSITY}")
+    return BackendChoice("reference", f"density {density:.4f} is high and sdpa is ruled out: {lacking}")

@@ -1,0 +1,63 @@
+"""Index tensors and masks of a pattern on a device: cached in eager mode, an opaque operation in compiled graphs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fibottention.patterns.pattern import Pattern
+
+__all__ = ["pair_indices", "parse_for_graph", "pattern_mask"]
+
+# A compiled or exported graph knows a pattern only by its text, so what it uses must stay alive.
+_kept_for_graphs: dict[str, Pattern] = {}
+
+
+def parse_for_graph(pattern: str) -> Pattern:
+    """The pattern of a text form, kept alive from now on."""
+    return _kept_for_graphs.setdefault(pattern, Pattern.parse(pattern))
+
+
+def pattern_mask(pattern: Pattern, device: torch.device) -> Tensor:
+    """The boolean mask ``(H, T, T)`` on a device."""
+    if torch.compiler.is_compiling():
+        return _mask_for_graph(pattern.key, device)
+    return _cached(pattern, "mask", device, pattern.mask)
+
+
+def pair_indices(pattern: Pattern, device: torch.device) -> Tensor:
+    """Stored head, query and key of each kept pair, ``(3, pairs)``, on a device."""
+    if torch.compiler.is_compiling():
+        return _indices_for_graph(pattern.key, device)
+    return _cached(pattern, "pairs", device, lambda device: torch.stack(pattern.pairs()).to(device))
+
+
+def _cached(pattern: Pattern, name: str, device: torch.device, make: Callable[[torch.device], Tensor]) -> Tensor:
+    cache = pattern.__dict__.setdefault("_on_device", {})
+    if (name, device) not in cache:
+        cache[name, device] = make(device)
+    return cache[name, device]
+
+
+@torch.library.custom_op("fibottention::pattern_mask", mutates_args=())
+def _mask_for_graph(pattern: str, device: torch.device) -> Tensor:
+    return pattern_mask(Pattern.parse(pattern), device).clone()
+
+
+@torch.library.custom_op("fibottention::pair_indices", mutates_args=())
+def _indices_for_graph(pattern: str, device: torch.device) -> Tensor:
+    return pair_indices(Pattern.parse(pattern), device).clone()
+
+
+@_mask_for_graph.register_fake
+def _(pattern: str, device: torch.device) -> Tensor:
+    known = parse_for_graph(pattern)
+    shape = (known.num_heads, known.sequence_length, known.sequence_length)
+    return torch.empty(shape, dtype=torch.bool, device=device)
+
+
+@_indices_for_graph.register_fake
+def _(pattern: str, device: torch.device) -> Tensor:
+    known = parse_for_graph(pattern)
+    pairs = known.nnz * known.stored_heads // known.num_heads
+    return torch.empty((3, pairs), dtype=torch.int64, device=device)

@@ -1,0 +1,1 @@
+"""Tasks: data, model choice and metric of one task each."""

@@ -1,0 +1,1 @@
+"""The training engine shared by all tasks."""
