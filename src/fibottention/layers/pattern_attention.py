@@ -1,5 +1,6 @@
 """The part of an attention layer between the projections: queries, keys and values in, outputs out."""
 
+import torch
 from torch import Tensor, nn
 
 from fibottention.ops.attention import Backend, sparse_attention
@@ -45,20 +46,24 @@ class PatternAttention(nn.Module):
         Raises:
             ValueError: If there is no patch token beside the prefix tokens.
         """
-        pattern = self._patterns.get(sequence_length)
-        if pattern is None:
-            if sequence_length <= self.prefix_tokens:
-                raise ValueError(
-                    f"the sequence must be longer than its {self.prefix_tokens} prefix tokens, got {sequence_length}"
-                )
-            pattern = self.spec.pattern(
-                self.num_heads,
-                sequence_length - self.prefix_tokens,
-                prefix_tokens=self.prefix_tokens,
-                layer=self.layer,
+        self._build_pattern(sequence_length)
+        return self._patterns[sequence_length]
+
+    # torch.compile cannot trace the making of a pattern, which for its purposes is a constant.
+    @torch.compiler.assume_constant_result
+    def _build_pattern(self, sequence_length: int) -> None:
+        if sequence_length in self._patterns:
+            return
+        if sequence_length <= self.prefix_tokens:
+            raise ValueError(
+                f"the sequence must be longer than its {self.prefix_tokens} prefix tokens, got {sequence_length}"
             )
-            self._patterns[sequence_length] = pattern
-        return pattern
+        self._patterns[sequence_length] = self.spec.pattern(
+            self.num_heads,
+            sequence_length - self.prefix_tokens,
+            prefix_tokens=self.prefix_tokens,
+            layer=self.layer,
+        )
 
     def forward(
         self,

@@ -1,0 +1,69 @@
+"""The command line: ``fibottention train | evaluate | predict | inspect | report``."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from fibottention.errors import UserError
+from fibottention.specs import nearest
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "train": "train a model; without arguments, the demo on embedded images",
+    "evaluate": "evaluate a run or a checkpoint on its validation images",
+    "predict": "classify images with a run",
+    "inspect": "show the offsets, density and cost of an attention spec, and draw its masks",
+    "report": "write one HTML page about one or several runs",
+}
+
+_HELP = "usage: fibottention COMMAND [...]\n\ncommands:\n" + "".join(f"  {n:9} {t}\n" for n, t in _COMMANDS.items())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: The command and its arguments; those of the process if None.
+
+    Returns:
+        The exit code: 0 if all went well, 2 for bad input, 130 if stopped by Ctrl-C.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(_HELP + "\nfibottention COMMAND --help tells more.\n")
+        return 0
+    if words[0] == "--version":
+        from fibottention import __version__
+
+        sys.stdout.write(f"fibottention {__version__}\n")
+        return 0
+    try:
+        if words[0] not in _COMMANDS:
+            raise UserError(f"no command is named {words[0]!r}{nearest(words[0], list(_COMMANDS))}")
+        try:
+            command = importlib.import_module(f"fibottention.cli.{words[0]}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("fibottention"):
+                raise
+            raise UserError(
+                f"this command needs the package {error.name}; install it with: pip install 'fibottention[train]'"
+            ) from error
+        return command.run(words[1:]) or 0
+    except UserError as error:
+        if os.environ.get("FIBOTTENTION_TRACEBACK"):
+            raise
+        sys.stderr.write(f"fibottention: {' '.join(str(error).split())}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("fibottention: stopped\n")
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has closed it, as `head` does; that is no error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

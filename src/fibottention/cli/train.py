@@ -1,0 +1,124 @@
+"""``fibottention train``: train from a recipe, resume a run, or run the demo."""
+
+import shlex
+import signal
+import sys
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fibottention.cli.options import describe_specs
+from fibottention.errors import UserError
+from fibottention.tasks.classification.config import ClassificationConfig
+from fibottention.tasks.classification.options import classification_config, group_parser, load_recipe
+from fibottention.tasks.classification.runs import load_config, train_classification
+from fibottention.training.run import Run
+
+__all__ = ["run"]
+
+_USAGE = """usage: fibottention train [RECIPE.yaml] [--group.option value ...]
+       fibottention train --resume RUN
+
+Without arguments, trains a small vision transformer with Fibottention and the same model with dense attention on the
+embedded images, and compares them. RECIPE is a file or the name of a shipped recipe.
+
+attention (--attention.name NAME and its options, with defaults):
+  none                 leave the model as it is
+"""
+
+
+def run(words: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    if "-h" in words or "--help" in words:
+        groups = group_parser("fibottention train").format_help().split("\n", 1)[1]
+        sys.stdout.write(f"{_USAGE}{describe_specs()}\n\n{groups[groups.index('options:') :]}")
+        return 0
+    # A polite kill ends like Ctrl-C: the run can be resumed after its last whole epoch.
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = Console()
+    if "--resume" in words or any(word.startswith("--resume=") for word in words):
+        return _resume(words, console)
+    recipe_name = words.pop(0) if words and not words[0].startswith("-") else None
+    recipe = load_recipe(recipe_name or "demo")
+    chooses_attention = any(word.startswith("--attention") for word in words)
+    command = shlex.join(["fibottention", "train", *([recipe_name] if recipe_name else []), *words])
+    if recipe_name is None and not chooses_attention:
+        return _demo(recipe, words, command, console)
+    config = classification_config(recipe, words)
+    folder = config.train.output or _new_folder(f"{Path(recipe_name or 'demo').stem}-{config.attention['name']}")
+    return _train(config, folder, command, console)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _new_folder(name: str) -> str:
+    return str(Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
+
+
+def _resume(words: list[str], console: Console) -> int:
+    flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--resume=") else [word])]
+    if len(flat) != 2 or flat[0] != "--resume":
+        raise UserError("--resume takes the folder of a run and no other options: its configuration is kept")
+    run = Run.open(flat[1])
+    return _train(load_config(run), flat[1], None, console)
+
+
+def _train(config: ClassificationConfig, folder: str, command: str | None, console: Console) -> int:
+    try:
+        summary = train_classification(config, folder, command=command, console=console)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"fibottention: stopped; continue with: fibottention train --resume {shlex.quote(folder)}\n")
+        return 130
+    if summary is not None:
+        console.print(
+            f"best top-1 {summary['top1']:.2f} % after epoch {summary['best_epoch']}; run in {folder}; "
+            f"next: fibottention report {folder}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return 0
+
+
+def _demo(recipe: dict[str, Any], words: list[str], command: str, console: Console) -> int:
+    """Train the recipe with Fibottention and with dense attention, and compare."""
+    from fibottention.analysis.report import write_report
+
+    parent = classification_config(recipe, words).train.output or _new_folder("demo")
+    names = ("fibottention", "dense")
+    configs = {name: classification_config(recipe, [*words, f"--attention.name={name}"]) for name in names}
+    summaries: dict[str, dict[str, Any]] = {}
+    for name, config in configs.items():
+        folder = str(Path(parent) / name)
+        console.rule(f"{config.model.name} with {name} attention")
+        try:
+            summary = train_classification(config, folder, command=command, console=console)
+        except KeyboardInterrupt:
+            sys.stderr.write("fibottention: stopped\n")
+            return 130
+        if summary is not None:
+            summaries[name] = summary
+    if not summaries:
+        return 0
+    table = Table(title="the same model, seed and budget")
+    for column in ("attention", "top-1", "attention pairs kept", "attention MACs", "time per step"):
+        table.add_column(column, justify="left" if column == "attention" else "right")
+    for name, summary in summaries.items():
+        table.add_row(
+            name,
+            f"{summary['top1']:.2f} %",
+            f"{summary['attention']['density']:.2%}",
+            f"{summary['attention']['macs'] / 1e6:.2f} M",
+            f"{summary['step_milliseconds']:.0f} ms",
+        )
+    console.print(table)
+    report = Path(parent) / "report.html"
+    write_report([Path(parent) / name for name in names], report)
+    classes = len(next(iter(summaries.values()))["classes"])
+    console.print(f"chance is {100 / classes:.0f} %; report: {report}", highlight=False, soft_wrap=True)
+    return 0

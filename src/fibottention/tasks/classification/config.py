@@ -1,0 +1,127 @@
+"""Options of image classification."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from fibottention.training.config import OptimConfig, TrainConfig
+
+__all__ = ["AugmentConfig", "ClassificationConfig", "DataConfig", "ModelConfig"]
+
+
+@dataclass
+class DataConfig:
+    """Images and labels.
+
+    Attributes:
+        name: fashion-mnist-subset (embedded), fashion-mnist, mnist, cifar10, cifar100, tiny-imagenet, folder (one folder
+            per class under train/ and val/), or torch/NAME, hfds/NAME, hfids/NAME, wds/NAME as timm reads them.
+        root: Folder with the data; not needed for the embedded set.
+        train_split: Name of the training split or folder.
+        val_split: Name of the validation split or folder; if null, the data's own (val, validation or test).
+        image_size: Side of the image given to the model, in pixels.
+        resize: Side to which the shorter side is resized before the centre crop in evaluation; image_size if null.
+        mean: Mean per channel; that of the data set, or ImageNet's, if null.
+        std: Standard deviation per channel; that of the data set, or ImageNet's, if null.
+        interpolation: bicubic, bilinear, nearest or random (training only).
+        workers: Processes that load images.
+        strict: Stop at the first image that cannot be read, instead of listing them at the end.
+        limit: Use only this many training images (and a sixth as many validation images), evenly spread; all if null.
+    """
+
+    name: str = "fashion-mnist-subset"
+    root: str | None = None
+    train_split: str = "train"
+    val_split: str | None = None
+    image_size: int = 224
+    resize: int | None = None
+    mean: list[float] | None = None
+    std: list[float] | None = None
+    interpolation: Literal["bicubic", "bilinear", "nearest", "random"] = "bicubic"
+    workers: int = 2
+    strict: bool = False
+    limit: int | None = None
+
+
+@dataclass
+class ModelConfig:
+    """The model, by timm's name.
+
+    Attributes:
+        name: Any model of timm.list_models().
+        pretrained: Load timm's pretrained weights.
+        checkpoint: File of weights (.safetensors or .pth) to start from; the classifier may differ.
+        in_chans: Input channels: 3, or 1 for grey images.
+        drop_path: Stochastic depth rate.
+        drop: Dropout rate before the classifier.
+        options: Further arguments of the model, for example {depth: 4, embed_dim: 64, num_heads: 4, patch_size: 2}.
+    """
+
+    name: str = "vit_base_patch16_224"
+    pretrained: bool = False
+    checkpoint: str | None = None
+    in_chans: Literal[1, 3] = 3
+    drop_path: float = 0.0
+    drop: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class AugmentConfig:
+    """Augmentation of training images (timm's) and label smoothing.
+
+    Attributes:
+        crop: resized (random resized crop), padded (pad by an eighth, random crop), or none (resize and centre crop).
+        scale: Range of the area of a random resized crop.
+        flip: Probability of a horizontal flip.
+        color_jitter: Strength of colour jitter, if there is no auto_augment.
+        auto_augment: Policy in timm's notation, for example rand-m9-mstd0.5-inc1; none if null.
+        random_erasing: Probability of random erasing.
+        mixup: Mixup alpha.
+        cutmix: CutMix alpha.
+        mix_probability: Probability of mixup or CutMix per batch.
+        label_smoothing: Label smoothing.
+    """
+
+    crop: Literal["resized", "padded", "none"] = "resized"
+    scale: tuple[float, float] = (0.08, 1.0)
+    flip: float = 0.5
+    color_jitter: float = 0.0
+    auto_augment: str | None = None
+    random_erasing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_probability: float = 1.0
+    label_smoothing: float = 0.1
+
+
+@dataclass
+class ClassificationConfig:
+    """All options of an image classification run.
+
+    Attributes:
+        data: Images and labels.
+        model: The model.
+        attention: Name and fields of the attention spec; ``{"name": "none"}`` leaves the model as it is.
+        optim: Optimizer and schedule.
+        augment: Augmentation.
+        train: Training loop.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    attention: dict[str, Any] = field(default_factory=lambda: {"name": "fibottention"})
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain data for YAML."""
+        return _plain(asdict(self))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,167 @@
+"""Options from recipes and the command line, checked, as configuration objects."""
+
+import argparse
+import json
+from dataclasses import fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from fibottention.errors import UserError
+from fibottention.specs import make_spec, nearest
+from fibottention.tasks.classification.config import ClassificationConfig
+
+__all__ = ["classification_config", "group_parser", "load_recipe", "spec_options"]
+
+_GROUPS = ("data", "model", "optim", "augment", "train")
+
+
+def group_parser(prog: str) -> ArgumentParser:
+    """Parser of the option groups of a classification run, without ``attention``."""
+    parser = ArgumentParser(prog=prog, exit_on_error=False, add_help=False, default_env=False)
+    defaults = ClassificationConfig()
+    for group in _GROUPS:
+        default = getattr(defaults, group)
+        parser.add_argument(f"--{group}", type=type(default), default=default)
+    return parser
+
+
+def load_recipe(name: str) -> dict[str, Any]:
+    """Options of a recipe: a YAML file, or the name of a recipe that comes with the package.
+
+    A recipe may name another one, in the same folder, as its ``base``.
+
+    Raises:
+        UserError: If there is no such recipe or it is not valid.
+    """
+    path = Path(name)
+    if not path.is_file():
+        shipped = {p.name.removesuffix(".yaml"): p for p in _shipped_recipes()}
+        stem = path.name.removesuffix(".yaml")
+        if path.suffix and path.name != name or stem not in shipped:
+            known = [word for word in shipped if not word.startswith("_")]
+            raise UserError(f"there is no recipe {name!r}: no such file, and no shipped recipe{nearest(stem, known)}")
+        path = shipped[stem]
+    try:
+        options = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"the recipe {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(options, dict) or not all(isinstance(v, dict) for k, v in options.items() if k != "base"):
+        raise UserError(f"the recipe {path} must hold groups of options ({', '.join((*_GROUPS, 'attention'))})")
+    base = options.pop("base", None)
+    return _merged(load_recipe(str(path.parent / base)), options) if base else options
+
+
+def _shipped_recipes() -> list[Path]:
+    for folder in (files("fibottention") / "recipes", Path(__file__).parents[4] / "recipes"):
+        if folder.is_dir():
+            return sorted(Path(str(folder)).glob("*.yaml"))
+    return []
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for group, options in over.items():
+        if group == "attention" and "name" in options:
+            merged[group] = options  # another spec has other fields
+        else:
+            merged[group] = {**base.get(group, {}), **options}
+    return merged
+
+
+def classification_config(recipe: dict[str, Any], overrides: list[str] | None = None) -> ClassificationConfig:
+    """The configuration of a recipe's options and of command-line options, which win.
+
+    Args:
+        recipe: Options by group.
+        overrides: Words such as ``--optim.lr 1e-3`` or ``--attention.name=longformer``.
+
+    Raises:
+        UserError: If a group, option or value is not valid.
+    """
+    attention_words, words = spec_options(overrides or [], "--attention.")
+    attention = dict(recipe.get("attention", {"name": "fibottention"}))
+    if "name" in attention_words:
+        attention = {}
+    attention.update(attention_words)
+    attention.setdefault("name", "fibottention")
+    if str(attention["name"]).lower() not in ("none", ""):
+        try:
+            attention = make_spec(attention).to_dict()
+        except ValueError as error:
+            raise UserError(f"attention: {error}") from error
+    else:
+        attention["name"] = "none"
+    flat = []
+    for group, options in recipe.items():
+        if group == "attention":
+            continue
+        for option, value in options.items():
+            flat.append(f"--{group}.{option}={value if isinstance(value, str) else json.dumps(value)}")
+    parser = group_parser("fibottention train")
+    try:
+        groups = parser.instantiate(parser.parse_args([*flat, *words]))
+    except argparse.ArgumentError as error:
+        message = str(error)
+        if "nrecognized arguments:" in message:
+            raise UserError(_unknown(message.split("arguments:")[1].split()[0])) from error
+        raise UserError(_reworded(message)) from error
+    return ClassificationConfig(**{group: groups[group] for group in _GROUPS}, attention=attention)
+
+
+def _unknown(word: str) -> str:
+    option = word.split("=")[0]
+    if not option.startswith("--"):
+        return f"unexpected word {word!r}; options are written --group.option value"
+    defaults = ClassificationConfig()
+    valid = [f"--{group}.{field.name}" for group in _GROUPS for field in fields(getattr(defaults, group))]
+    valid += ["--attention.name", "--resume"]
+    return f"there is no option {option}{nearest(option, valid, 'see fibottention train --help')}"
+
+
+def _reworded(message: str) -> str:
+    """A parser message such as ``Parser key "optim.lr": Expected a <class 'float'>. Got value: x`` in plain words."""
+    text = " ".join(message.split()).removeprefix("Parser key ")
+    for wrong, right in (
+        ("<class 'int'>", "whole number"),
+        ("<class 'float'>", "number"),
+        ("<class 'bool'>", "true or false"),
+        ("<class 'str'>", "text"),
+        ("typing.Literal", "value of "),
+        ("Expected a", "must be a"),
+        ("Got value:", "got"),
+    ):
+        text = text.replace(wrong, right)
+    return text.replace('"', "", 2)
+
+
+def spec_options(words: list[str], prefix: str) -> tuple[dict[str, Any], list[str]]:
+    """Split the options of a spec, such as ``--attention.w_min 3``, from the other words.
+
+    Returns:
+        The options by name, their values read as YAML, and the remaining words.
+    """
+    options: dict[str, Any] = {}
+    rest: list[str] = []
+    i = 0
+    while i < len(words):
+        word = words[i]
+        if not word.startswith(prefix):
+            rest.append(word)
+            i += 1
+            continue
+        name, equals, value = word.removeprefix(prefix).partition("=")
+        if not equals:
+            i += 1
+            if i == len(words):
+                raise UserError(f"the option {word} needs a value")
+            value = words[i]
+        try:
+            options[name.replace("-", "_")] = value if name in ("name", "fill") else yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"the value of {word} is not valid: {value}") from error
+        i += 1
+    return options, rest

@@ -1,0 +1,177 @@
+"""Whole runs of image classification: train one, open one."""
+
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import timm
+import torch
+from rich.console import Console
+from torch import nn
+
+import fibottention
+from fibottention.errors import UserError
+from fibottention.tasks.classification.config import ClassificationConfig
+from fibottention.tasks.classification.options import classification_config
+from fibottention.tasks.classification.task import ClassificationTask, build_model, load_into
+from fibottention.training.engine import Trainer, make_accelerator
+from fibottention.training.run import Run, load_weights
+
+__all__ = ["environment", "load_config", "load_model", "train_classification"]
+
+_SAMPLES = 6
+
+
+def train_classification(
+    config: ClassificationConfig,
+    folder: str | Path,
+    *,
+    command: str | None = None,
+    console: Console | None = None,
+) -> dict[str, Any] | None:
+    """Train a model and keep everything about it in a folder; goes on where a run in that folder stopped.
+
+    Args:
+        config: All options.
+        folder: Folder of the run: new, empty, or (with ``command=None``) that of a run to resume.
+        command: The command that repeats the run; None resumes.
+        console: Where to report; silent if None.
+
+    Returns:
+        The summary, as saved in ``summary.json``; None on all but the main process.
+
+    Raises:
+        UserError: If an option is not valid or the training data cannot be used.
+    """
+    accelerator = make_accelerator(config.train)
+    # Everything that can be wrong with the options is found before the folder is made.
+    task = ClassificationTask(config)
+    saved = {"task": "classification", **config.to_dict(), "command": command}
+    saved["train"]["output"] = str(folder)
+    run = Run(folder)
+    if command is None:
+        run = Run.open(folder)
+    elif accelerator.is_main_process:
+        run = Run.create(folder, saved)
+        _save_samples(task, run)
+    accelerator.wait_for_everyone()
+    out = console if accelerator.is_main_process and console else Console(quiet=True)
+    report = task.sparsify_report
+    parameters = sum(p.numel() for p in task.model.parameters())
+    out.print(
+        f"{config.model.name}: {parameters / 1e6:.2f} M parameters, {len(task.data.classes)} classes, "
+        f"{accelerator.num_processes} x {accelerator.device.type}"
+        + (f", attention {report.macs / report.dense_macs:.2%} of dense" if report else ""),
+        highlight=False,
+    )
+    trainer = Trainer(task, run, config.optim, config.train, accelerator, out)
+    trainer.fit()
+    if not accelerator.is_main_process:
+        return None
+    records = run.metrics()
+    best = run.read_json("best.json") or {}
+    step_times = sorted(record["step_milliseconds"] for record in records)
+    summary = {
+        "model": config.model.name,
+        "classes": task.data.classes,
+        "top1": best["top1"],
+        "top5": best["top5"],
+        "best_epoch": best["epoch"],
+        "epochs": len(records),
+        "train_seconds": sum(record["train_seconds"] for record in records),
+        "step_milliseconds": step_times[len(step_times) // 2],
+        "parameters": parameters,
+        "environment": environment(),
+        "attention": None
+        if report is None
+        else {
+            "density": _mean_density(report),
+            "macs": report.macs,
+            "dense_macs": report.dense_macs,
+            "layers": [asdict(layer) for layer in report.layers],
+        },
+    }
+    run.write_json("summary.json", summary)
+    return summary
+
+
+def _mean_density(report: Any) -> float:
+    """Kept pairs as a share of all pairs, over the layers."""
+    return report.macs / report.dense_macs
+
+
+def _save_samples(task: ClassificationTask, run: Run) -> None:
+    """Keep a few validation images, of different classes where they come so, for the report."""
+    if task.is_stream:
+        return
+    source, classes, saved = task.data.val_dataset.source, task.data.classes, []
+    for i in range(min(len(source), 200)):
+        if len(saved) == _SAMPLES:
+            break
+        try:
+            image, target = source.load(i)
+        except Exception:
+            continue  # reported by the evaluation
+        if classes[target] not in [entry["class"] for entry in saved]:
+            path = run.folder / "samples" / f"{len(saved)}.png"
+            path.parent.mkdir(exist_ok=True)
+            image.convert("RGB").save(path)
+            saved.append({"file": f"samples/{path.name}", "class": classes[target]})
+    run.write_json("samples.json", saved)
+
+
+def load_config(run: Run) -> ClassificationConfig:
+    """The configuration of a run.
+
+    Raises:
+        UserError: If the run's configuration is not valid.
+    """
+    saved = run.read_yaml()
+    if saved.get("task") != "classification":
+        raise UserError(f"{run.config_path} is not the configuration of an image classification run")
+    groups = {key: value for key, value in saved.items() if key not in ("task", "command", "classes")}
+    return classification_config(groups)
+
+
+def load_model(path: str | Path) -> tuple[nn.Module, ClassificationConfig, list[str], Run]:
+    """The trained model of a run or of a weights file in a run's folder.
+
+    Args:
+        path: Folder of a run (its best weights are taken), or a file of weights in it.
+
+    Returns:
+        The model in evaluation mode, its configuration, the class names and the run.
+
+    Raises:
+        UserError: If there is no such run or the weights do not fit.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give the folder of a run or a file of weights in it")
+    folder = path if path.is_dir() else next((p for p in path.parents if (p / "config.yaml").is_file()), path.parent)
+    run = Run.open(folder)
+    config = load_config(run)
+    best = run.read_json("best.json")
+    if best is None:
+        raise UserError(f"{folder} has no weights yet: no epoch has been finished")
+    weights = run.weights() if path.is_dir() else load_weights(path)
+    config.model.pretrained, config.model.checkpoint = False, None
+    model, _ = build_model(config, len(best["classes"]))
+    load_into(model, weights, run.best_path if path.is_dir() else path)
+    return model.eval(), config, best["classes"], run
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine, for the report."""
+    return {
+        "fibottention": fibottention.__version__,
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "accelerate": accelerate.__version__,
+        "python": sys.version.split()[0],
+        "system": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads",
+    }

@@ -1,0 +1,68 @@
+"""Options of the optimizer and of the training loop, shared by all tasks."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["OptimConfig", "TrainConfig"]
+
+
+@dataclass
+class OptimConfig:
+    """Optimizer, learning-rate schedule and weight averaging (timm's).
+
+    Attributes:
+        name: Optimizer, by timm's name (adamw, sgd, lamb, ...).
+        lr: Learning rate; if null, base_lr times the effective batch size / 256.
+        base_lr: Learning rate for an effective batch of 256, used if lr is null.
+        weight_decay: Weight decay; biases, norms and the model's own exceptions get none.
+        momentum: Momentum of optimizers that have one.
+        betas: Betas of Adam-like optimizers; the optimizer's default if null.
+        layer_decay: Factor of the learning rate from each layer to the one below it; none if null.
+        schedule: Schedule, by timm's name (cosine, step, multistep, constant, ...), stepped after each update.
+        milestones: Epochs at which the multistep schedule multiplies the rate by decay_rate.
+        decay_rate: Factor of the step and multistep schedules.
+        warmup_epochs: Epochs of linear warm-up.
+        warmup_lr: Learning rate at the start of the warm-up.
+        min_lr: Learning rate at the end of the schedule.
+        clip_grad: Largest norm of the gradient; not clipped if null.
+        ema_decay: Decay of an exponential moving average of the weights, which is then evaluated; none if null.
+    """
+
+    name: str = "adamw"
+    lr: float | None = None
+    base_lr: float = 1e-3
+    weight_decay: float = 0.05
+    momentum: float = 0.9
+    betas: tuple[float, float] | None = None
+    layer_decay: float | None = None
+    schedule: str = "cosine"
+    milestones: list[int] | None = None
+    decay_rate: float = 0.1
+    warmup_epochs: float = 5.0
+    warmup_lr: float = 1e-6
+    min_lr: float = 1e-6
+    clip_grad: float | None = None
+    ema_decay: float | None = None
+
+
+@dataclass
+class TrainConfig:
+    """The training loop.
+
+    Attributes:
+        epochs: Passes over the training data.
+        batch_size: Images per step and process.
+        gradient_accumulation: Steps per update of the weights.
+        seed: Seed of the weights, the order of the data, augmentation and dropout.
+        device: auto, cpu, cuda or mps; auto takes a GPU where there is one.
+        mixed_precision: Autocast dtype: no, bf16 or fp16.
+        output: Folder of the run; a new one under runs/ if null.
+    """
+
+    epochs: int = 100
+    batch_size: int = 128
+    gradient_accumulation: int = 1
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    output: str | None = None

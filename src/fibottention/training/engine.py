@@ -1,0 +1,359 @@
+"""The training loop of all tasks, on Accelerate: one process or many, CPU or GPU, resumable to the same result."""
+
+import math
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import set_seed
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from safetensors.torch import load_file
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.tensorboard import SummaryWriter
+
+from fibottention.errors import UserError
+from fibottention.training.config import OptimConfig, TrainConfig
+from fibottention.training.run import Run
+
+__all__ = ["Evaluation", "Task", "Trainer", "make_accelerator"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of one pass over the validation data.
+
+    Attributes:
+        metrics: Numbers by name, for the log.
+        details: Plain data for the report, such as a confusion matrix.
+    """
+
+    metrics: dict[str, float]
+    details: dict[str, Any]
+
+
+class Task(Protocol):
+    """What the trainer needs to know of a task.
+
+    Attributes:
+        model: The model, with initial weights.
+        train_loader: Batches for training.
+        val_loader: Batches for evaluation.
+        is_stream: Whether the loaders divide their data among the processes by themselves.
+        main_metric: Name of the metric that chooses the best epoch; larger is better.
+    """
+
+    model: nn.Module
+    train_loader: DataLoader[Any]
+    val_loader: DataLoader[Any]
+    is_stream: bool
+    main_metric: str
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the data of an epoch, from 0."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean loss of a training batch."""
+        ...
+
+    def batch_length(self, batch: Any) -> int:
+        """Number of samples in a batch."""
+        ...
+
+    def evaluate(self, model: nn.Module, batches: Iterator[Any], accelerator: Accelerator) -> Evaluation:
+        """Evaluate on batches of the validation data, each sample once over all processes."""
+        ...
+
+    def unreadable(self) -> list[str]:
+        """Samples of this process that could not be read, by name."""
+        ...
+
+
+def make_accelerator(train: TrainConfig) -> Accelerator:
+    """The Accelerator of a configuration.
+
+    Raises:
+        UserError: If the device is not there or an option is out of range.
+    """
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if train.device != "auto" and not available[train.device]:
+        there = ", ".join(name for name, is_there in available.items() if is_there)
+        raise UserError(f"train.device={train.device} is not available on this machine; available: {there}")
+    for name, value in (("train.gradient_accumulation", train.gradient_accumulation), ("train.epochs", train.epochs)):
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+    try:
+        return Accelerator(
+            mixed_precision=train.mixed_precision,
+            gradient_accumulation_steps=train.gradient_accumulation,
+            cpu=train.device == "cpu",
+            step_scheduler_with_optimizer=False,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False),
+        )
+    except ValueError as error:
+        raise UserError(f"train.mixed_precision={train.mixed_precision} does not work here: {error}") from error
+
+
+class Trainer:
+    """Trains a task's model and keeps its run's folder.
+
+    Args:
+        task: Model, data, loss and metrics.
+        run: Where everything is written.
+        optim: Optimizer and schedule.
+        train: The loop.
+        accelerator: Devices and processes.
+        console: Where to report; None is silent.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        run: Run,
+        optim: OptimConfig,
+        train: TrainConfig,
+        accelerator: Accelerator,
+        console: Console | None = None,
+    ) -> None:
+        self.task, self.run, self.optim, self.train, self.accelerator = task, run, optim, train, accelerator
+        self.console = console if accelerator.is_main_process and console else Console(quiet=True)
+        optimizer = self._make_optimizer()
+        if task.is_stream:
+            self.model, self.optimizer = accelerator.prepare(task.model, optimizer)
+            self.train_loader, self.val_loader = task.train_loader, task.val_loader
+        else:
+            self.model, self.optimizer, self.train_loader, self.val_loader = accelerator.prepare(
+                task.model, optimizer, task.train_loader, task.val_loader
+            )
+        self.ema: ModelEmaV3 | None = None
+        if optim.ema_decay is not None:
+            if not 0 < optim.ema_decay < 1:
+                raise UserError(f"optim.ema_decay must be between 0 and 1, got {optim.ema_decay}")
+            self.ema = ModelEmaV3(accelerator.unwrap_model(self.model), decay=optim.ema_decay, use_warmup=True)
+        self.steps_per_epoch = len(self.train_loader)
+        self.updates_per_epoch = math.ceil(self.steps_per_epoch / train.gradient_accumulation)
+        if not self.updates_per_epoch:
+            raise UserError("there is not one training batch; lower train.batch_size")
+        self.scheduler = self._make_scheduler(optimizer)
+        self.epoch = 0  # epochs finished
+        self.best = -math.inf
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        optim, train = self.optim, self.train
+        lr = optim.lr
+        if lr is None:
+            batch = train.batch_size * train.gradient_accumulation * self.accelerator.num_processes
+            lr = optim.base_lr * batch / 256
+        self.lr = lr
+        extra: dict[str, Any] = {"betas": optim.betas} if optim.betas else {}
+        try:
+            return create_optimizer_v2(
+                self.task.model,
+                opt=optim.name,
+                lr=lr,
+                weight_decay=optim.weight_decay,
+                momentum=optim.momentum,
+                layer_decay=optim.layer_decay,
+                **extra,
+            )
+        except (ValueError, TypeError, AssertionError, AttributeError) as error:
+            raise UserError(f"the optimizer optim.name={optim.name} cannot be made: {error}") from error
+
+    def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        optim, epochs = self.optim, self.train.epochs
+        if not 0 <= optim.warmup_epochs < epochs:
+            raise UserError(
+                f"optim.warmup_epochs must be at least 0 and less than train.epochs={epochs}, got {optim.warmup_epochs}"
+            )
+        try:
+            # With warmup_prefix the schedule starts after the warm-up; it must still end with the last epoch.
+            scheduler, _ = create_scheduler_v2(
+                optimizer,
+                sched=optim.schedule,
+                num_epochs=epochs - optim.warmup_epochs,  # pyright: ignore[reportArgumentType]
+                decay_epochs=30,
+                decay_milestones=optim.milestones or [],
+                decay_rate=optim.decay_rate,
+                min_lr=optim.min_lr,
+                warmup_lr=optim.warmup_lr,
+                warmup_epochs=optim.warmup_epochs,  # pyright: ignore[reportArgumentType]
+                warmup_prefix=True,
+                step_on_epochs=False,
+                updates_per_epoch=self.updates_per_epoch,
+            )
+        except (ValueError, AssertionError) as error:
+            raise UserError(f"the schedule optim.schedule={optim.schedule} cannot be made: {error}") from error
+        return scheduler
+
+    @property
+    def eval_model(self) -> nn.Module:
+        """The model that is evaluated: the moving average if there is one."""
+        return self.ema.module if self.ema is not None else self.accelerator.unwrap_model(self.model)
+
+    def fit(self) -> None:
+        """Train to the last epoch, from the run's last checkpoint if it has one."""
+        self._resume()
+        writer = SummaryWriter(str(self.run.folder / "tensorboard")) if self.accelerator.is_main_process else None
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+        ) as progress:
+            bar = progress.add_task("", total=self.train.epochs * self.steps_per_epoch, status="")
+            while self.epoch < self.train.epochs:
+                record = self._epoch(progress, bar, writer)
+                self._finish_epoch(record, writer)
+        if writer is not None:
+            writer.close()
+        self._report_unreadable()
+
+    def _epoch(self, progress: Progress, bar: TaskID, writer: SummaryWriter | None) -> dict[str, Any]:
+        accelerator, epoch = self.accelerator, self.epoch
+        # Dropout and stochastic depth start each epoch from a seed, so a resumed run repeats them.
+        set_seed(zlib.crc32(f"{self.train.seed} {epoch} {accelerator.process_index}".encode()))
+        self.task.set_epoch(epoch)
+        self.model.train()
+        losses: list[Tensor] = []
+        step_times: list[float] = []
+        samples = 0
+        start = time.perf_counter()
+        for step, batch in enumerate(self._batches(self.train_loader)):
+            step_start = time.perf_counter()
+            update = epoch * self.updates_per_epoch + step // self.train.gradient_accumulation
+            if self.scheduler is not None:
+                self.scheduler.step_update(update)
+            with accelerator.accumulate(self.model):
+                with accelerator.autocast():
+                    loss = self.task.loss(self.model, batch)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and self.optim.clip_grad is not None:
+                    accelerator.clip_grad_norm_(self.model.parameters(), self.optim.clip_grad)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            if self.ema is not None and accelerator.sync_gradients:
+                self.ema.update(accelerator.unwrap_model(self.model), step=update)
+            losses.append(loss.detach())
+            if accelerator.device.type == "cuda":
+                torch.cuda.synchronize()
+            step_times.append(time.perf_counter() - step_start)
+            samples += self.task.batch_length(batch) * accelerator.num_processes
+            if step % 10 == 9 or step + 1 == self.steps_per_epoch:
+                value = float(losses[-1])
+                if not math.isfinite(value):
+                    raise UserError(
+                        f"the loss became {value} in epoch {epoch + 1}; lower optim.lr (now {self.lr:g}), set "
+                        "optim.clip_grad, or train without mixed precision"
+                    )
+                rate = samples / (time.perf_counter() - start)
+                status = f"loss {value:.3f}  {rate:.0f} images/s"
+                progress.update(
+                    bar,
+                    completed=epoch * self.steps_per_epoch + step + 1,
+                    description=f"epoch {epoch + 1}/{self.train.epochs}",
+                    status=status,
+                )
+                if writer is not None:
+                    writer.add_scalar("train/loss_step", value, update)
+        seconds = time.perf_counter() - start
+        mean_loss = accelerator.reduce(torch.stack(losses).mean(), reduction="mean")
+        return {
+            "epoch": epoch + 1,
+            "lr": max(group["lr"] for group in self.optimizer.param_groups),
+            "train_loss": float(mean_loss),
+            "train_seconds": seconds,
+            "images_per_second": samples / seconds,
+            "step_milliseconds": 1000 * sorted(step_times)[len(step_times) // 2],
+        }
+
+    def _batches(self, loader: Any) -> Iterator[Any]:
+        for batch in loader:
+            if self.task.is_stream:
+                batch = [item.to(self.accelerator.device) for item in batch]
+            yield batch
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate the current weights."""
+        model = self.eval_model
+        model.eval()
+        with torch.no_grad(), self.accelerator.autocast():
+            return self.task.evaluate(model, self._batches(self.val_loader), self.accelerator)
+
+    def _finish_epoch(self, record: dict[str, Any], writer: SummaryWriter | None) -> None:
+        evaluation = self.evaluate()
+        record.update(evaluation.metrics)
+        self.epoch += 1
+        value = evaluation.metrics[self.task.main_metric]
+        is_best = value > self.best
+        self.best = max(self.best, value)
+        numbers = "  ".join(f"{name} {number:.4g}" for name, number in evaluation.metrics.items())
+        self.console.print(
+            f"epoch {self.epoch}/{self.train.epochs}  loss {record['train_loss']:.4f}  {numbers}  "
+            f"{record['images_per_second']:.0f} images/s",
+            highlight=False,
+        )
+        if self.accelerator.is_main_process:
+            records = [r for r in self.run.metrics() if r["epoch"] < self.epoch]
+            self.run.write_metrics([*records, record])
+            if writer is not None:
+                for name, number in record.items():
+                    writer.add_scalar(f"epoch/{name}", number, self.epoch)
+                writer.flush()
+            if is_best:
+                self.run.save_best(self.eval_model.state_dict())
+                self.run.write_json("best.json", {"epoch": self.epoch, **evaluation.metrics, **evaluation.details})
+            state = {
+                "epoch": self.epoch,
+                "best": self.best,
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None,
+                "ema": self.ema.module.state_dict() if self.ema is not None else None,
+            }
+            self.run.save_checkpoint(self.epoch, self.accelerator.unwrap_model(self.model).state_dict(), state)
+        self.accelerator.wait_for_everyone()
+
+    def _resume(self) -> None:
+        folder = self.run.checkpoint()
+        if folder is None:
+            return
+        try:
+            weights = load_file(folder / "model.safetensors")
+            state = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+            self.accelerator.unwrap_model(self.model).load_state_dict(weights)
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.ema is not None:
+                self.ema.module.load_state_dict(state["ema"])
+            if self.accelerator.scaler is not None and state["scaler"] is not None:
+                self.accelerator.scaler.load_state_dict(state["scaler"])
+        except Exception as error:
+            raise UserError(f"{folder} is not a checkpoint of this model: {str(error).splitlines()[0]}") from error
+        self.epoch, self.best = state["epoch"], state["best"]
+        self.console.print(f"resumed after epoch {self.epoch} from {folder}")
+
+    def _report_unreadable(self) -> None:
+        names = self.task.unreadable()
+        if self.accelerator.num_processes > 1:
+            from accelerate.utils import gather_object
+
+            names = gather_object(names)
+        names = sorted(set(names))
+        if not names or not self.accelerator.is_main_process:
+            return
+        path: Path = self.run.folder / "unreadable.txt"
+        path.write_text("".join(f"{name}\n" for name in names))
+        self.console.print(f"{len(names)} images could not be read (listed in {path}):", highlight=False)
+        for name in names[:10]:
+            self.console.print(f"  {name}", highlight=False, soft_wrap=True)

@@ -1,0 +1,179 @@
+"""The folder of a run: what it holds, and how it is written so that a kill leaves nothing half-written."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fibottention.errors import UserError
+
+__all__ = ["Run", "load_weights", "write_atomically"]
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` make a temporary file beside ``path``, then rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """Weights of a .safetensors or PyTorch file.
+
+    Raises:
+        UserError: If the file is missing or is not a file of weights.
+    """
+    if not path.is_file():
+        raise UserError(f"{path} is not a file of weights")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+        raise UserError(f"{path} is not a readable file of weights: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # torch.load raises many kinds, pickle's own among them
+        raise UserError(f"{path} is not a readable file of weights: {type(error).__name__}") from error
+    for key in ("state_dict", "model", "state_dict_ema"):
+        if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
+            loaded = loaded[key]
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise UserError(f"{path} holds no dictionary of tensors")
+    return loaded
+
+
+class Run:
+    """A run's folder: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``best.safetensors``, ``checkpoints/``.
+
+    A checkpoint is a folder ``checkpoints/epoch_NNNN`` with ``model.safetensors`` and ``training_state.pt``; it is
+    complete once it has that name.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved configuration."""
+        return self.folder / "config.yaml"
+
+    @property
+    def best_path(self) -> Path:
+        """Weights of the best epoch."""
+        return self.folder / "best.safetensors"
+
+    @classmethod
+    def create(cls, folder: str | Path, config: dict[str, Any]) -> "Run":
+        """Start a run in a new or empty folder.
+
+        Raises:
+            UserError: If the folder holds something already or cannot be made.
+        """
+        run = cls(folder)
+        if run.config_path.exists():
+            raise UserError(
+                f"train.output={folder} already holds a run; continue it with --resume {folder}, or name another folder"
+            )
+        if run.folder.exists() and (not run.folder.is_dir() or any(run.folder.iterdir())):
+            raise UserError(f"train.output={folder} must be a new or empty folder")
+        try:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            run.write_yaml(config)
+        except OSError as error:
+            raise UserError(f"train.output={folder} cannot be written: {error.strerror}") from error
+        return run
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "Run":
+        """An existing run.
+
+        Raises:
+            UserError: If the folder is not that of a run.
+        """
+        run = cls(folder)
+        if not run.config_path.is_file():
+            raise UserError(f"{folder} is not the folder of a run: it has no config.yaml")
+        return run
+
+    def write_yaml(self, config: dict[str, Any]) -> None:
+        """Save the resolved configuration."""
+        write_atomically(self.config_path, lambda path: path.write_text(yaml.safe_dump(config, sort_keys=False)))
+
+    def read_yaml(self) -> dict[str, Any]:
+        """The resolved configuration."""
+        try:
+            config = yaml.safe_load(self.config_path.read_text())
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"{self.config_path} is not valid YAML") from error
+        if not isinstance(config, dict):
+            raise UserError(f"{self.config_path} holds no configuration")
+        return config
+
+    def write_json(self, name: str, content: object) -> None:
+        """Write a JSON file of the run."""
+        write_atomically(self.folder / name, lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
+
+    def read_json(self, name: str) -> Any | None:
+        """Read a JSON file of the run, None if there is none."""
+        path = self.folder / name
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One record per epoch."""
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines() if line] if path.is_file() else []
+
+    def write_metrics(self, records: Iterable[dict[str, Any]]) -> None:
+        """Replace the records of all epochs."""
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        write_atomically(self.folder / "metrics.jsonl", lambda path: path.write_text(text))
+
+    def save_best(self, weights: dict[str, Tensor]) -> None:
+        """Save the weights of the best epoch."""
+        write_atomically(self.best_path, lambda path: save_file(_contiguous(weights), path))
+
+    def save_checkpoint(self, epoch: int, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Save everything that is needed to go on after ``epoch``, then drop the older checkpoints."""
+        parent = self.folder / "checkpoints"
+        final = parent / f"epoch_{epoch:04d}"
+        temporary = parent / f".epoch_{epoch:04d}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(_contiguous(weights), temporary / "model.safetensors")
+        torch.save(state, temporary / "training_state.pt")
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        for other in parent.iterdir():
+            if other != final:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def checkpoint(self) -> Path | None:
+        """The folder of the last complete checkpoint, None if there is none."""
+        found = sorted((self.folder / "checkpoints").glob("epoch_*"))
+        return found[-1] if found else None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Weights of the best epoch.
+
+        Raises:
+            UserError: If no epoch has been finished.
+        """
+        if not self.best_path.is_file():
+            raise UserError(f"{self.folder} has no weights yet: no epoch has been finished")
+        return load_weights(self.best_path)
+
+
+def _contiguous(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    # safetensors refuses views and shared storage.
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
