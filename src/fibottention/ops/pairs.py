@@ -21,7 +21,7 @@ from fibottention.patterns.pattern import Pattern, SparseRows
 
 __all__ = ["pair_dot", "pair_softmax", "pair_sum", "pair_sum_transposed", "row_blocks"]
 
-_CHUNK_ELEMENTS = 2**21  # elements of one gathered buffer: large enough to amortise launches, small enough for caches
+_CHUNK_ELEMENTS = 2**20  # elements of one gathered buffer: large enough to amortise launches, small enough for caches
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def pair_dot(a: Tensor, b: Tensor, pattern: str) -> Tensor:
             key = _take(right, chunk.others).to(dtype)
             dots = torch.matmul(key, query.unsqueeze(-1))
             out.index_copy_(1, chunk.pairs.reshape(-1), dots.view(left.shape[0], -1))
-    return out.view(a.shape[0], _groups(known), -1)
+    return out.view(a.shape[0], _groups(known), out.shape[-1])
 
 
 @torch.library.custom_op("fibottention::pair_sum", mutates_args=())
@@ -123,7 +123,7 @@ def pair_sum_transposed(weights: Tensor, x: Tensor, pattern: str) -> Tensor:
 
 def _sum_rows(weights: Tensor, x: Tensor, pattern: Pattern, transposed: bool) -> Tensor:
     values = _flat(x, pattern)
-    flat_weights = weights.reshape(values.shape[0], -1)
+    flat_weights = weights.flatten(0, 1)
     out = torch.zeros_like(values)
     for block in row_blocks(pattern, x.device, transposed):
         for chunk in _chunks(block, values.shape[0] * x.shape[-1]):
@@ -147,7 +147,7 @@ def pair_softmax(scores: Tensor, pattern: str, zero_fill: bool) -> tuple[Tensor,
         ``zero_fill``). A row without a finite logit gets zero weights.
     """
     known = Pattern.parse(pattern)
-    flat = scores.reshape(-1, scores.shape[-1])
+    flat = scores.flatten(0, 1)
     weights = torch.empty_like(flat)
     length = known.sequence_length
     outside = flat.new_full((flat.shape[0], known.stored_heads * length), 1 / length if zero_fill else 0.0)
@@ -177,7 +177,7 @@ def pair_softmax_backward(
 ) -> Tensor:
     """Derivative of `pair_softmax` with respect to the scores."""
     known = Pattern.parse(pattern)
-    flat_grad, flat_weights = (t.reshape(-1, t.shape[-1]) for t in (grad_weights, weights))
+    flat_grad, flat_weights = grad_weights.flatten(0, 1), weights.flatten(0, 1)
     rows = (flat_weights.shape[0], known.stored_heads * known.sequence_length)
     flat_outside, flat_grad_outside = outside.reshape(rows), grad_outside.reshape(rows)
     grad = torch.empty_like(flat_weights)

@@ -438,8 +438,8 @@ class Pattern:
     @cached_property
     def _stored_mask(self) -> Tensor:
         length = self.sequence_length
-        if self.stored_heads * length**2 > 2**33:
-            raise ValueError(f"mask() of {self.stored_heads} heads and {length} tokens would need over 8 GiB")
+        if self.stored_heads * length**2 > 2**31:
+            raise ValueError(f"mask() of {self.stored_heads} heads and {length} tokens would need over 2 GiB")
         mask = torch.zeros(self.stored_heads, length, length, dtype=torch.bool)
         mask[self.pairs()] = True
         return mask

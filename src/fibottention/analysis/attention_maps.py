@@ -1,0 +1,89 @@
+"""Where each head looks: attention maps of a model's layers on images."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fibottention.adapters.timm import sparsify
+from fibottention.layers.pattern_attention import PatternAttention
+from fibottention.ops.attention import sparse_attention
+from fibottention.ops.pairs import pair_sum_transposed
+from fibottention.specs import Dense
+
+__all__ = ["AttentionMap", "attention_maps"]
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """Attention of one layer, per head, over the patch tokens.
+
+    Attributes:
+        layer: Path of the layer in the model.
+        values: ``(B, H, N)`` weights. With prefix tokens: those of the first prefix token (CLS) as query. Without:
+            the mean over all queries.
+        of_prefix: Which of the two it is.
+    """
+
+    layer: str
+    values: Tensor
+    of_prefix: bool
+
+
+def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
+    """Attention maps of all layers that attend over whole images.
+
+    Layers that attend within windows (Swin), or mix their weights with others (ConViT's gated layers, CaiT's talking
+    heads) are left out.
+
+    Args:
+        model: A model of timm, made sparse or not. It is not changed.
+        images: ``(B, C, H, W)``, normalized.
+
+    Raises:
+        ValueError: If the model is not one that `sparsify` supports.
+    """
+    if not any(isinstance(module, PatternAttention) for module in model.modules()):
+        model = copy.deepcopy(model)
+        sparsify(model, Dense())
+    captured: dict[str, tuple[Tensor, Tensor, float | None]] = {}
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, PatternAttention)}
+
+    def capture(name: str):
+        def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> None:
+            scale = kwargs.get("scale")
+            captured[name] = (args[0], args[1], scale if isinstance(scale, float) else None)
+
+        return hook
+
+    hooks = [m.register_forward_pre_hook(capture(name), with_kwargs=True) for name, m in modules.items()]
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(images)
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    maps = []
+    for name, (q, k, scale) in captured.items():
+        if q.shape[0] == len(images):
+            values = _map(modules[name], q, k, scale)
+            maps.append(AttentionMap(name.removesuffix(".sparse"), values, modules[name].prefix_tokens > 0))
+    return maps
+
+
+@torch.no_grad()
+def _map(module: PatternAttention, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+    prefix = module.prefix_tokens
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if prefix:
+        # A prefix token sees every key, whatever the pattern.
+        return ((q[:, :, :1] @ k.transpose(-2, -1)) * scale).float().softmax(-1)[:, :, 0, prefix:]
+    pattern = module.pattern(q.shape[2])
+    _, weights = sparse_attention(
+        q, k, k, pattern, scale=scale, fill=module.spec.fill, return_weights=True, backend="gather"
+    )
+    ones = torch.ones(*q.shape[:3], 1, dtype=weights.dtype, device=q.device)
+    return pair_sum_transposed(weights, ones, pattern.key).squeeze(-1) / q.shape[2]

@@ -1,0 +1,71 @@
+"""Pictures of patterns: the mask of each head."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from fibottention.patterns.pattern import Pattern
+
+__all__ = ["draw_masks", "mask_figure"]
+
+_LARGEST_PICTURE = 1024  # cells a side; longer sequences are binned
+
+
+def _picture(pattern: Pattern, head: int) -> np.ndarray:
+    """Share of kept pairs in each cell of a picture of a head's mask."""
+    stored = head if pattern.stored_heads > 1 else 0
+    rows, length = pattern.rows, pattern.sequence_length
+    first, last = rows.starts[stored * length], rows.starts[(stored + 1) * length]
+    counts = np.diff(rows.starts[stored * length : (stored + 1) * length + 1])
+    query, key = np.repeat(np.arange(length), counts), rows.indices[first:last]
+    step = math.ceil(length / _LARGEST_PICTURE)
+    side = math.ceil(length / step)
+    picture = np.bincount(query // step * side + key // step, minlength=side * side).reshape(side, side)
+    return picture > 0
+
+
+def mask_figure(pattern: Pattern, title: str = "") -> Figure:
+    """One panel per head: kept pairs dark, queries down, keys across.
+
+    Args:
+        pattern: The pattern.
+        title: Title of the whole figure.
+    """
+    heads = pattern.num_heads if pattern.stored_heads > 1 else 1
+    columns = min(heads, 6 if heads > 4 else 4)
+    lines = math.ceil(heads / columns)
+    figure = Figure(figsize=(2.1 * columns + 0.4, 2.35 * lines + 0.6), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(lines, columns, squeeze=False)).reshape(-1)
+    length = pattern.sequence_length
+    for head, axis in enumerate(axes):
+        if head >= heads:
+            axis.set_visible(False)
+            continue
+        axis.imshow(
+            _picture(pattern, head),
+            cmap="Blues",
+            vmin=0,
+            vmax=1,
+            interpolation="nearest" if length <= 64 else "antialiased",
+            extent=(-0.5, length - 0.5, length - 0.5, -0.5),
+        )
+        axis.set_title(f"head {head + 1}" if pattern.stored_heads > 1 else "all heads", fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.label_outer()
+    figure.suptitle(title, fontsize=10)
+    figure.supxlabel("key token", fontsize=9)
+    figure.supylabel("query token", fontsize=9)
+    return figure
+
+
+def draw_masks(pattern: Pattern, path: str | Path, title: str = "") -> None:
+    """Save a picture of the masks of all heads as PNG.
+
+    Args:
+        pattern: The pattern.
+        path: File to write.
+        title: Title of the picture.
+    """
+    mask_figure(pattern, title).savefig(str(path), dpi=150, format="png")

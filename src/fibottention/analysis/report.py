@@ -1,0 +1,188 @@
+"""The report of runs: one self-contained HTML page with curves, masks, attention maps, costs and how to repeat it."""
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import torch
+import yaml
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import nn
+
+from fibottention.analysis.attention_maps import attention_maps
+from fibottention.analysis.masks import mask_figure
+from fibottention.errors import UserError
+from fibottention.layers.pattern_attention import PatternAttention
+from fibottention.tasks.classification.config import ClassificationConfig
+from fibottention.tasks.classification.data import eval_transform, open_image
+from fibottention.tasks.classification.runs import environment, load_model
+from fibottention.training.run import Run, write_atomically
+
+__all__ = ["write_report"]
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+_LARGEST_CONFUSION = 30
+
+
+@dataclass
+class _RunPage:
+    """What the page shows of one run."""
+
+    name: str
+    colour: str
+    config: ClassificationConfig
+    classes: list[str]
+    records: list[dict[str, Any]]
+    best: dict[str, Any]
+    summary: dict[str, Any]
+    command: str | None
+    config_text: str
+    confusion: str = ""
+    masks: str = ""
+    maps: str = ""
+    maps_note: str = ""
+
+
+def write_report(runs: Sequence[str | Path], output: str | Path) -> Path:
+    """Write one HTML page about one or several runs, side by side.
+
+    Args:
+        runs: Folders of runs with at least one finished epoch.
+        output: HTML file to write.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: If a folder is not that of a run with weights.
+    """
+    names = _short_names([Path(run) for run in runs])
+    pages = [_page(Path(run), names[i], _COLOURS[i % len(_COLOURS)]) for i, run in enumerate(runs)]
+    environment_ = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment_.from_string(files("fibottention.analysis").joinpath("report.html.j2").read_text())
+    html = template.render(pages=pages, curves=_encode(_curves(pages)), environment=environment())
+    output = Path(output)
+    if output.parent != Path() and not output.parent.is_dir():
+        raise UserError(f"the folder {output.parent} of the report does not exist")
+    write_atomically(output, lambda path: path.write_text(html))
+    return output
+
+
+def _short_names(paths: list[Path]) -> list[str]:
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    return names
+
+
+def _page(folder: Path, name: str, colour: str) -> _RunPage:
+    model, config, classes, run = load_model(folder)
+    best, saved = run.read_json("best.json") or {}, run.read_yaml()
+    page = _RunPage(
+        name=name,
+        colour=colour,
+        config=config,
+        classes=classes,
+        records=run.metrics(),
+        best=best,
+        summary=run.read_json("summary.json") or {},
+        command=saved.pop("command", None),
+        config_text=yaml.safe_dump(saved, sort_keys=False),
+    )
+    page.confusion = _encode(_confusion(best["confusion"], classes))
+    sparse = next((m for m in model.modules() if isinstance(m, PatternAttention)), None)
+    if sparse is not None and sparse._patterns:
+        pattern = next(iter(sparse._patterns.values()))
+        page.masks = _encode(mask_figure(pattern, f"first layer: {pattern.density():.2%} of the pairs"))
+    page.maps, page.maps_note = _attention_figure(model, config, run)
+    return page
+
+
+def _attention_figure(model: nn.Module, config: ClassificationConfig, run: Run) -> tuple[str, str]:
+    """Attention maps of the last layer on the sample images, and a note on what they show."""
+    samples = run.read_json("samples.json") or []
+    if not samples:
+        return "", "No sample images were kept."
+    images = []
+    for sample in samples:
+        with Image.open(run.folder / sample["file"]) as image:
+            images.append(open_image(image, config.model.in_chans))
+    transform = eval_transform(config.data, config.model.in_chans)
+    try:
+        maps = attention_maps(model, torch.stack([transform(image) for image in images]))
+    except ValueError as error:
+        return "", f"No attention maps: {error}."
+    if not maps:
+        return "", "No attention maps: the model attends within windows or mixes its heads."
+    last = maps[-1]
+    grid = round(last.values.shape[-1] ** 0.5)
+    if grid**2 != last.values.shape[-1]:
+        return "", "No attention maps: the tokens form no square grid."
+    heads = min(last.values.shape[1], 12)
+    values = last.values[:, :heads].reshape(len(images), heads, grid, grid).float().cpu()
+    figure = Figure(figsize=(1.15 * (heads + 1) + 0.2, 1.2 * len(images) + 0.5), layout="constrained")
+    axes = figure.subplots(len(images), heads + 1, squeeze=False)
+    for row, image in enumerate(images):
+        axes[row, 0].imshow(np.asarray(image), cmap="gray")
+        axes[row, 0].set_ylabel(samples[row]["class"][:18], fontsize=7)
+        for head in range(heads):
+            axes[row, head + 1].imshow(values[row, head], cmap="viridis", vmin=0)
+        for column, axis in enumerate(axes[row]):
+            axis.set_xticks([])
+            axis.set_yticks([])
+            if row == 0:
+                axis.set_title("image" if column == 0 else f"head {column}", fontsize=8)
+    query = "of the first prefix token (CLS)" if last.of_prefix else "averaged over all queries"
+    return _encode(figure), f"Attention {query} in {last.layer}, each map on its own scale."
+
+
+def _curves(pages: list[_RunPage]) -> Figure:
+    panels = (("train_loss", "training loss"), ("val_loss", "validation loss"), ("top1", "top-1 (%)"))
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    for axis, (key, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for page in pages:
+            epochs = [record["epoch"] for record in page.records]
+            values = [record[key] for record in page.records]
+            axis.plot(epochs, values, marker="o", markersize=3, color=page.colour, label=page.name)
+        axis.set_xlabel("epoch")
+        axis.set_ylabel(label)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.3)
+    figure.axes[-1].legend(fontsize=8)
+    return figure
+
+
+def _confusion(matrix: list[list[int]], classes: list[str]) -> Figure:
+    counts = np.asarray(matrix, dtype=float)
+    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    few = len(classes) <= _LARGEST_CONFUSION
+    side = max(4.0, 0.42 * len(classes) + 1.5) if few else 7.0
+    figure = Figure(figsize=(side + 0.8, side), layout="constrained")
+    axis = figure.subplots()
+    picture = axis.imshow(share, cmap="Blues", vmin=0, vmax=1)
+    axis.set_xlabel("predicted class")
+    axis.set_ylabel("true class")
+    if few:
+        axis.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=8)
+        axis.set_yticks(range(len(classes)), classes, fontsize=8)
+    if len(classes) <= 12:
+        for (row, column), value in np.ndenumerate(share):
+            if value >= 0.005:
+                colour = "white" if value > 0.5 else "black"
+                axis.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=7, color=colour)
+    figure.colorbar(picture, ax=axis, shrink=0.8, label="share of the true class")
+    return figure
+
+
+def _encode(figure: Figure) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,78 @@
+"""``fibottention evaluate``: metrics of a run or a checkpoint on validation images."""
+
+import json
+import sys
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fibottention.cli.options import CommandParser
+from fibottention.errors import UserError
+from fibottention.tasks.classification.runs import load_model
+from fibottention.tasks.classification.task import ClassificationTask
+from fibottention.training.engine import make_accelerator
+
+__all__ = ["run"]
+
+
+def run(words: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = CommandParser(prog="fibottention evaluate", description="Evaluate a trained model on validation images.")
+    parser.add_argument("run", metavar="RUN|CHECKPOINT", help="folder of a run, or a file of weights in one")
+    parser.add_argument("--root", help="folder with the data, if not where it was in training")
+    parser.add_argument("--split", help="name of the validation split or folder")
+    parser.add_argument("--batch-size", type=int, help="images per step")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="device")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    arguments = parser.parse_args(words)
+    model, config, classes, _ = load_model(arguments.run)
+    if arguments.root is not None:
+        config.data.root = arguments.root
+    if arguments.split is not None:
+        config.data.val_split = arguments.split
+    if arguments.batch_size is not None:
+        config.train.batch_size = arguments.batch_size
+    if arguments.device is not None:
+        config.train.device = arguments.device
+    accelerator = make_accelerator(config.train)
+    task = ClassificationTask(config, train=False)
+    if task.data.classes != classes:
+        raise UserError(
+            f"the data have other classes ({len(task.data.classes)}: {', '.join(task.data.classes[:3])}, ...) than "
+            f"the model ({len(classes)}: {', '.join(classes[:3])}, ...)"
+        )
+    task.model.load_state_dict(model.state_dict())
+    model, loader = accelerator.prepare(task.model, task.val_loader)
+    model.eval()
+    with torch.no_grad(), accelerator.autocast():
+        result = task.evaluate(model, iter(loader), accelerator)
+    if not accelerator.is_main_process:
+        return 0
+    confusion = torch.tensor(result.details["confusion"])
+    recall = (confusion.diagonal() / confusion.sum(1).clamp(min=1)).tolist()
+    unreadable = task.unreadable()
+    if arguments.json:
+        content = {
+            **result.metrics,
+            "images": result.details["images"],
+            "recall": dict(zip(classes, recall, strict=True)),
+            "confusion": result.details["confusion"],
+            "unreadable": unreadable,
+        }
+        sys.stdout.write(json.dumps(content, indent=1) + "\n")
+        return 0
+    console = Console()
+    table = Table(title=f"{arguments.run} on {result.details['images']} images")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    table.add_row("top-1", f"{result.metrics['top1']:.2f} %")
+    table.add_row("top-5", f"{result.metrics['top5']:.2f} %")
+    table.add_row("loss", f"{result.metrics['val_loss']:.4f}")
+    if len(classes) <= 30:
+        for name, value, count in zip(classes, recall, confusion.sum(1).tolist(), strict=True):
+            table.add_row(f"recall of {name} ({count})", f"{value:.2%}")
+    console.print(table)
+    for name in unreadable:
+        console.print(f"could not be read: {name}", highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,112 @@
+"""``fibottention inspect``: offsets, density and cost of a spec, and a picture of its masks."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from fibottention.analysis.masks import draw_masks
+from fibottention.cli.options import CommandParser, describe_specs
+from fibottention.errors import UserError
+from fibottention.patterns.pattern import Pattern
+from fibottention.specs import make_spec
+from fibottention.tasks.classification.options import spec_options
+from fibottention.training.run import write_atomically
+
+__all__ = ["run"]
+
+
+def run(words: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = CommandParser(
+        prog="fibottention inspect",
+        description="Show which pairs an attention spec keeps. Options of the spec: --w_max 65, --window 3, ...",
+        epilog=f"specs and their options:\n{describe_specs()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("spec", metavar="SPEC", help="name of a spec, such as fibottention")
+    parser.add_argument("--tokens", type=int, default=196, help="patch tokens (default 196)")
+    parser.add_argument("--heads", type=int, default=12, help="heads (default 12)")
+    parser.add_argument("--prefix", type=int, default=1, help="prefix tokens, such as CLS (default 1)")
+    parser.add_argument("--head-dim", type=int, default=64, help="size of one head, for the MACs (default 64)")
+    parser.add_argument("--layer", type=int, default=0, help="index of the layer, for shuffled heads (default 0)")
+    parser.add_argument("--output", type=Path, help="PNG of the masks (default SPEC.png)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    arguments, rest = parser.parse_known_args(words)
+    options, unexpected = spec_options(rest, "--")
+    if unexpected:
+        raise UserError(f"unexpected word {unexpected[0]!r}; options of the spec are written --option value")
+    for name in ("head_dim", "layer"):
+        if getattr(arguments, name) < (name == "head_dim"):
+            raise UserError(f"--{name.replace('_', '-')} is out of range: {getattr(arguments, name)}")
+    try:
+        spec = make_spec(arguments.spec, **options)
+        pattern = spec.pattern(
+            arguments.heads, arguments.tokens, prefix_tokens=arguments.prefix, layer=arguments.layer
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    picture = arguments.output or Path(f"{spec.name}.png")
+    if not picture.parent.is_dir():
+        raise UserError(f"--output: the folder {picture.parent} does not exist")
+    title = f"{spec.name}, {arguments.heads} heads, {arguments.prefix} + {arguments.tokens} tokens"
+    write_atomically(picture, lambda path: draw_masks(pattern, path, title))
+    if arguments.json:
+        sys.stdout.write(json.dumps(_summary(pattern, spec.to_dict(), arguments.head_dim, picture), indent=1) + "\n")
+    else:
+        _print(pattern, title, arguments.head_dim, picture)
+    return 0
+
+
+def _distances(pattern: Pattern, head: int) -> list[int] | None:
+    if pattern.offsets is None:
+        return None
+    return [o for o in pattern.offsets[head if pattern.stored_heads > 1 else 0] if o >= 0]
+
+
+def _summary(pattern: Pattern, spec: dict[str, object], head_dim: int, picture: Path) -> dict[str, object]:
+    dense = 2 * pattern.num_heads * pattern.sequence_length**2 * head_dim
+    return {
+        "spec": spec,
+        "heads": [
+            {"head": h + 1, "distances": _distances(pattern, h), "patch_pairs": pattern.patch_counts[h]}
+            for h in range(pattern.num_heads)
+        ],
+        "patch_pairs": sum(pattern.patch_counts),
+        "patch_density": pattern.density(include_prefix=False),
+        "pairs": pattern.nnz,
+        "density": pattern.density(),
+        "macs": pattern.macs(head_dim),
+        "dense_macs": dense,
+        "picture": str(picture),
+    }
+
+
+def _print(pattern: Pattern, title: str, head_dim: int, picture: Path) -> None:
+    console = Console()
+    table = Table(title=title)
+    for column in ("head", "distances |query - key|", "patch pairs", "patch density"):
+        table.add_column(column, justify="left" if column.startswith("dist") else "right")
+    for head in range(pattern.num_heads if pattern.stored_heads > 1 else 1):
+        distances = _distances(pattern, head)
+        if distances is None:
+            text = "(explicit rows)"
+        else:
+            text = " ".join(map(str, distances[:14])) + (f" ... {distances[-1]}" if len(distances) > 14 else "")
+        count = pattern.patch_counts[head]
+        name = str(head + 1) if pattern.stored_heads > 1 else "all"
+        table.add_row(name, text, f"{count:,}", f"{count / pattern.num_tokens**2:.3%}")
+    console.print(table)
+    dense = 2 * pattern.num_heads * pattern.sequence_length**2 * head_dim
+    console.print(
+        f"patch pairs {sum(pattern.patch_counts):,} of {pattern.num_heads * pattern.num_tokens**2:,} "
+        f"({pattern.density(include_prefix=False):.3%})\n"
+        f"all pairs   {pattern.nnz:,} of {pattern.num_heads * pattern.sequence_length**2:,} ({pattern.density():.3%})\n"
+        f"MACs        {pattern.macs(head_dim) / 1e6:.3f} M of {dense / 1e6:.3f} M (QK^T and AV, head_dim {head_dim})\n"
+        f"masks       {picture}",
+        highlight=False,
+        soft_wrap=True,
+    )
