@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import yaml
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from torch import nn
 
@@ -149,12 +150,21 @@ def _curves(pages: list[_RunPage]) -> Figure:
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     for axis, (key, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for page in pages:
-            epochs = [record["epoch"] for record in page.records]
-            values = [record[key] for record in page.records]
-            axis.plot(epochs, values, marker="o", markersize=3, color=page.colour, label=page.name)
+            if key == "train_loss":
+                values = [loss for record in page.records for loss in record["loss_curve"]]
+                epochs = np.concatenate(
+                    [r["epoch"] - 1 + (np.arange(n) + 0.5) / n for r in page.records for n in [len(r["loss_curve"])]]
+                )
+                axis.plot(epochs, values, color=page.colour, label=page.name)
+            else:
+                epochs = [record["epoch"] for record in page.records]
+                axis.plot(
+                    epochs, [r[key] for r in page.records], "o-", markersize=3, color=page.colour, label=page.name
+                )
         axis.set_xlabel("epoch")
         axis.set_ylabel(label)
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.set_xlim(0, 1.02 * max(len(page.records) for page in pages))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
     figure.axes[-1].legend(fontsize=8)
     return figure

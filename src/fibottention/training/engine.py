@@ -5,7 +5,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +25,8 @@ from fibottention.training.config import OptimConfig, TrainConfig
 from fibottention.training.run import Run
 
 __all__ = ["Evaluation", "Task", "Trainer", "make_accelerator"]
+
+_CURVE_POINTS = 20  # parts of an epoch whose mean training loss is kept
 
 
 @dataclass(frozen=True)
@@ -269,11 +270,12 @@ class Trainer:
                 if writer is not None:
                     writer.add_scalar("train/loss_step", value, update)
         seconds = time.perf_counter() - start
-        mean_loss = accelerator.reduce(torch.stack(losses).mean(), reduction="mean")
+        all_losses = accelerator.reduce(torch.stack(losses), reduction="mean")
         return {
             "epoch": epoch + 1,
             "lr": max(group["lr"] for group in self.optimizer.param_groups),
-            "train_loss": float(mean_loss),
+            "train_loss": all_losses.mean().item(),
+            "loss_curve": [part.mean().item() for part in all_losses.tensor_split(min(_CURVE_POINTS, len(losses)))],
             "train_seconds": seconds,
             "images_per_second": samples / seconds,
             "step_milliseconds": 1000 * sorted(step_times)[len(step_times) // 2],
@@ -310,7 +312,8 @@ class Trainer:
             self.run.write_metrics([*records, record])
             if writer is not None:
                 for name, number in record.items():
-                    writer.add_scalar(f"epoch/{name}", number, self.epoch)
+                    if not isinstance(number, list):
+                        writer.add_scalar(f"epoch/{name}", number, self.epoch)
                 writer.flush()
             if is_best:
                 self.run.save_best(self.eval_model.state_dict())
@@ -352,7 +355,7 @@ class Trainer:
         names = sorted(set(names))
         if not names or not self.accelerator.is_main_process:
             return
-        path: Path = self.run.folder / "unreadable.txt"
+        path = self.run.folder / "unreadable.txt"
         path.write_text("".join(f"{name}\n" for name in names))
         self.console.print(f"{len(names)} images could not be read (listed in {path}):", highlight=False)
         for name in names[:10]:

@@ -73,26 +73,32 @@ class Run:
         """Weights of the best epoch."""
         return self.folder / "best.safetensors"
 
-    @classmethod
-    def create(cls, folder: str | Path, config: dict[str, Any]) -> "Run":
-        """Start a run in a new or empty folder.
+    def check_new(self) -> None:
+        """Check that the folder can become that of a new run.
+
+        Raises:
+            UserError: If the folder holds something already.
+        """
+        if self.config_path.exists():
+            raise UserError(
+                f"train.output={self.folder} already holds a run; continue it with --resume {self.folder}, or name "
+                "another folder"
+            )
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise UserError(f"train.output={self.folder} must be a new or empty folder")
+
+    def create(self, config: dict[str, Any]) -> None:
+        """Make the folder of a new run.
 
         Raises:
             UserError: If the folder holds something already or cannot be made.
         """
-        run = cls(folder)
-        if run.config_path.exists():
-            raise UserError(
-                f"train.output={folder} already holds a run; continue it with --resume {folder}, or name another folder"
-            )
-        if run.folder.exists() and (not run.folder.is_dir() or any(run.folder.iterdir())):
-            raise UserError(f"train.output={folder} must be a new or empty folder")
+        self.check_new()
         try:
-            run.folder.mkdir(parents=True, exist_ok=True)
-            run.write_yaml(config)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.write_yaml(config)
         except OSError as error:
-            raise UserError(f"train.output={folder} cannot be written: {error.strerror}") from error
-        return run
+            raise UserError(f"train.output={self.folder} cannot be written: {error.strerror}") from error
 
     @classmethod
     def open(cls, folder: str | Path) -> "Run":

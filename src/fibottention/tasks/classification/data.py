@@ -68,20 +68,23 @@ def train_transform(config: DataConfig, augment: AugmentConfig, in_chans: int) -
     mean, std = normalization(config, in_chans)
     if augment.auto_augment and in_chans == 1:
         raise UserError("augment.auto_augment needs colour images (model.in_chans=3), got model.in_chans=1")
-    first, second, last = create_transform(
-        config.image_size,
-        is_training=True,
-        scale=augment.scale,
-        hflip=augment.flip,
-        color_jitter=augment.color_jitter,
-        auto_augment=augment.auto_augment,
-        interpolation=config.interpolation,
-        mean=tuple(mean),
-        std=tuple(std),
-        re_prob=augment.random_erasing,
-        re_mode="pixel",
-        separate=True,
-    )
+    try:
+        first, second, last = create_transform(
+            config.image_size,
+            is_training=True,
+            scale=augment.scale,
+            hflip=augment.flip,
+            color_jitter=augment.color_jitter,
+            auto_augment=augment.auto_augment,
+            interpolation=config.interpolation,
+            mean=tuple(mean),
+            std=tuple(std),
+            re_prob=augment.random_erasing,
+            re_mode="pixel",
+            separate=True,
+        )
+    except (AssertionError, ValueError) as error:
+        raise UserError(f"augment.auto_augment={augment.auto_augment} is not a policy of timm: {error}") from error
     if augment.crop != "resized":
         size = config.image_size
         steps: list[Callable[..., Any]] = [v2.Resize(size, v2.InterpolationMode.BICUBIC)]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
@@ -122,20 +123,22 @@ def _unknown(word: str) -> str:
     return f"there is no option {option}{nearest(option, valid, 'see fibottention train --help')}"
 
 
+_TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
+
+
 def _reworded(message: str) -> str:
     """A parser message such as ``Parser key "optim.lr": Expected a <class 'float'>. Got value: x`` in plain words."""
-    text = " ".join(message.split()).removeprefix("Parser key ")
-    for wrong, right in (
-        ("<class 'int'>", "whole number"),
-        ("<class 'float'>", "number"),
-        ("<class 'bool'>", "true or false"),
-        ("<class 'str'>", "text"),
-        ("typing.Literal", "value of "),
-        ("Expected a", "must be a"),
-        ("Got value:", "got"),
-    ):
-        text = text.replace(wrong, right)
-    return text.replace('"', "", 2)
+    text = " ".join(message.split())
+    key = re.search(r'Parser key "([^"]+)"', text)
+    value = re.search(r"(?:Got value|Given value): (.*)$", text)
+    if key is None or value is None:
+        return text
+    types = re.findall(r"<class '(\w+)'>|(?<![\w.])((?:tuple|list|dict)\[[^\]]*\])", text.split("Errors:")[0])
+    choices = re.search(r"typing\.Literal\[(.*?)\]", text)
+    allowed = [_TYPE_NAMES.get(name, name) or container for name, container in types]
+    if choices is not None:
+        allowed.insert(0, f"one of {choices[1]}")
+    return f"{key[1]} must be {' or '.join(allowed) or 'of another type'}, got {value[1]}"
 
 
 def spec_options(words: list[str], prefix: str) -> tuple[dict[str, Any], list[str]]:

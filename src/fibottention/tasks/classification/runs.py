@@ -47,18 +47,20 @@ def train_classification(
         UserError: If an option is not valid or the training data cannot be used.
     """
     accelerator = make_accelerator(config.train)
+    run = Run(folder) if command is not None else Run.open(folder)
+    if command is not None:
+        run.check_new()
     # Everything that can be wrong with the options is found before the folder is made.
     task = ClassificationTask(config)
-    saved = {"task": "classification", **config.to_dict(), "command": command}
-    saved["train"]["output"] = str(folder)
-    run = Run(folder)
-    if command is None:
-        run = Run.open(folder)
-    elif accelerator.is_main_process:
-        run = Run.create(folder, saved)
+    out = console if accelerator.is_main_process and console else Console(quiet=True)
+    trainer = Trainer(task, run, config.optim, config.train, accelerator, out)
+    accelerator.wait_for_everyone()
+    if command is not None and accelerator.is_main_process:
+        saved = {"task": "classification", **config.to_dict(), "command": command}
+        saved["train"]["output"] = str(folder)
+        run.create(saved)
         _save_samples(task, run)
     accelerator.wait_for_everyone()
-    out = console if accelerator.is_main_process and console else Console(quiet=True)
     report = task.sparsify_report
     parameters = sum(p.numel() for p in task.model.parameters())
     out.print(
@@ -66,8 +68,8 @@ def train_classification(
         f"{accelerator.num_processes} x {accelerator.device.type}"
         + (f", attention {report.macs / report.dense_macs:.2%} of dense" if report else ""),
         highlight=False,
+        soft_wrap=True,
     )
-    trainer = Trainer(task, run, config.optim, config.train, accelerator, out)
     trainer.fit()
     if not accelerator.is_main_process:
         return None
@@ -88,7 +90,7 @@ def train_classification(
         "attention": None
         if report is None
         else {
-            "density": _mean_density(report),
+            "density": report.macs / report.dense_macs,
             "macs": report.macs,
             "dense_macs": report.dense_macs,
             "layers": [asdict(layer) for layer in report.layers],
@@ -96,11 +98,6 @@ def train_classification(
     }
     run.write_json("summary.json", summary)
     return summary
-
-
-def _mean_density(report: Any) -> float:
-    """Kept pairs as a share of all pairs, over the layers."""
-    return report.macs / report.dense_macs
 
 
 def _save_samples(task: ClassificationTask, run: Run) -> None:
