@@ -1,0 +1,102 @@
+import dataclasses
+import random
+
+import pytest
+
+import fibottention
+from fibottention import AttentionSpec, Dense, Fibottention, Longformer, make_spec, patterns, spec_names
+from fibottention.specs import nearest
+
+EXPECTED = {
+    "bigbird", "dense", "dilated_window", "exponential", "fibottention", "longformer", "random_pairs",
+    "sliding_window", "sparse_transformer",
+}  # fmt: skip
+
+
+def test_names_and_exports():
+    assert set(spec_names()) >= EXPECTED
+    for name in EXPECTED:
+        spec = make_spec(name)
+        assert spec.name == name
+        assert getattr(fibottention, type(spec).__name__) is type(spec)
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
+def test_every_spec_round_trips_and_builds(name):
+    spec = make_spec(name)
+    assert make_spec(spec.to_dict()) == spec
+    assert hash(spec) == hash(make_spec(name))
+    for heads, tokens, prefix in ((12, 196, 1), (3, 49, 0), (1, 4, 2)):
+        pattern = spec.pattern(heads, tokens, prefix_tokens=prefix, layer=5)
+        assert (pattern.num_heads, pattern.num_tokens, pattern.prefix_tokens) == (heads, tokens, prefix)
+        assert pattern.mask().any(-1).all()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.name = "other"
+
+
+def test_shuffle_has_the_order_of_the_released_code():
+    # Facts, section 2.
+    spec = Fibottention()
+    assert spec.head_order(12, 0) == (2, 10, 9, 6, 11, 3, 4, 8, 5, 1, 12, 7)
+    assert spec.head_order(12, 1) == (8, 12, 1, 9, 6, 7, 4, 11, 5, 2, 10, 3)
+    assert Fibottention(shuffle=False).head_order(4, 3) == (1, 2, 3, 4)
+    assert Fibottention(seed=1).head_order(12, 0) not in {spec.head_order(12, layer) for layer in range(24)}
+    assert spec.pattern(12, 196, layer=1) is patterns.wythoff(12, 196, head_order=spec.head_order(12, 1))
+
+
+def test_shuffle_leaves_the_global_generator_alone():
+    random.seed(3)
+    state = random.getstate()
+    Fibottention().pattern(12, 196, layer=7)
+    assert random.getstate() == state
+
+
+def test_random_specs_differ_from_layer_to_layer():
+    for name in ("bigbird", "random_pairs"):
+        spec = make_spec(name)
+        assert spec.pattern(4, 60, layer=0) is not spec.pattern(4, 60, layer=1)
+        assert spec.pattern(4, 60, layer=1) is spec.pattern(4, 60, layer=1)
+
+
+def test_names_are_forgiving_about_case_and_dashes():
+    assert make_spec("Fibottention", w_max=20) == Fibottention(w_max=20)
+    assert make_spec("Sliding-Window").name == "sliding_window"
+    assert make_spec({"name": "longformer", "window": 2}) == Longformer(window=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: make_spec("fibotention"), "no attention spec is named 'fibotention'; did you mean 'fibottention'"),
+        (lambda: make_spec("xyz"), "no attention spec is named 'xyz'; valid are bigbird, dense"),
+        (lambda: make_spec("longformer", windw=3), "has no option 'windw'; did you mean 'window'"),
+        (lambda: make_spec("dense", window=3), "'dense' has no option 'window'; it has no options"),
+        (lambda: Fibottention(w_min="5"), "w_min must be a whole number, got '5'"),
+        (lambda: Fibottention(w_max=2.5), "w_max must be a whole number or none, got 2.5"),
+        (lambda: Fibottention(shuffle=1), "shuffle must be true or false, got 1"),
+        (lambda: Fibottention(w_min=True), "w_min must be a whole number, got True"),
+        (lambda: Fibottention(fill="one"), "fill must be '-inf' or 'zero', got 'one'"),
+        (lambda: Fibottention(w_min=9, w_max=5), "w_min <= w_max, got 9 and 5"),
+        (lambda: make_spec("random_pairs", density="x"), "density must be a number, got 'x'"),
+    ],
+)
+def test_bad_specs_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_new_spec_is_known_by_name():
+    @dataclasses.dataclass(frozen=True)
+    class Diagonal(AttentionSpec):
+        name = "test_diagonal"
+
+        def pattern(self, num_heads, num_tokens, *, prefix_tokens=0, layer=0):
+            return patterns.sliding_window(num_heads, num_tokens, 0, prefix_tokens=prefix_tokens)
+
+    assert make_spec("test_diagonal").pattern(2, 5).nnz == 10
+    assert Dense().fill == "-inf"
+
+
+def test_nearest():
+    assert nearest("lr", ["lr"]) == "; did you mean 'lr'?"
+    assert nearest("zzz", ["a", "b"]) == "; valid are a, b"
