@@ -32,15 +32,18 @@ _ATTEMPTS = 20
 
 def normalization(config: DataConfig, in_chans: int) -> tuple[list[float], list[float]]:
     """Mean and standard deviation per channel."""
-    mean, std = _STATISTICS.get(config.name, (list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)))
-    mean, std = config.mean or mean, config.std or std
-    if len(mean) == len(std) == 1:
-        mean, std = mean * in_chans, std * in_chans
-    elif in_chans == 1 and config.mean is None and config.std is None:
-        mean, std = [sum(mean) / len(mean)], [sum(std) / len(std)]
-    for name, values in (("data.mean", mean), ("data.std", std)):
+    defaults = _STATISTICS.get(config.name, (list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)))
+    result = []
+    for name, given, default in (("mean", config.mean, defaults[0]), ("std", config.std, defaults[1])):
+        values = given or default
+        if len(values) == 1:
+            values = values * in_chans
+        elif in_chans == 1 and given is None:
+            values = [sum(values) / len(values)]
         if len(values) != in_chans:
-            raise UserError(f"{name} must have 1 or model.in_chans={in_chans} numbers, got {values}")
+            raise UserError(f"data.{name} must have 1 or model.in_chans={in_chans} numbers, got {values}")
+        result.append(values)
+    mean, std = result
     if min(std) <= 0:
         raise UserError(f"data.std must be above 0, got {std}")
     return mean, std
