@@ -53,7 +53,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 if _find_spec("timm") is not None:
-    import fibottention.models.timm_models  # registers the models with timm
+    import fibottention.models.timm_models  # noqa: F401  (registers the models with timm)
 
 
 def __getattr__(name: str) -> _Any:

@@ -215,9 +215,7 @@ def test_a_sparse_model_takes_another_spec():
 
 
 def test_a_model_built_with_attn_layer_takes_another_spec():
-    model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=64, depth=2, attn_layer=attention_layer(Fibottention())
-    )
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2, attn_layer=attention_layer(Fibottention()))
     report = sparsify(model, Longformer())
     assert report.layers[0].attention_class == "Attention"
     assert model.blocks[1].attn.sparse.spec == Longformer()

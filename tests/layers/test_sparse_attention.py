@@ -1,5 +1,5 @@
-import timm
 import pytest
+import timm
 import torch
 from timm.layers import Attention
 from torch import nn
@@ -21,7 +21,8 @@ def test_is_interchangeable_with_timms_attention(options):
     torch.manual_seed(0)
     theirs = Attention(24, 4, **options)
     ours = SparseAttention(24, 4, **options, spec=Dense(), prefix_tokens=1)
-    assert [(k, v.shape) for k, v in ours.state_dict().items()] == [(k, v.shape) for k, v in theirs.state_dict().items()]
+    shapes = [[(k, v.shape) for k, v in module.state_dict().items()] for module in (ours, theirs)]
+    assert shapes[0] == shapes[1]
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 11, 24)
     torch.testing.assert_close(ours(x), theirs(x))

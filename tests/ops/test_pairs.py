@@ -65,9 +65,8 @@ def test_registration_is_sound(pattern):
         torch.library.opcheck(op, arguments)
     soft, outside = (t.detach() for t in pair_softmax(weights, pattern.key, True))
     arguments = (torch.ones_like(soft), torch.ones_like(outside), soft, outside, pattern.key, True)
-    torch.library.opcheck(
-        pairs.pair_softmax_backward, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    )
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(pairs.pair_softmax_backward, arguments, test_utils=checks)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)

@@ -207,9 +207,7 @@ def test_transform_acts_row_by_row_on_the_kept_weights():
 
     results = []
     for backend in ("reference", "gather"):
-        out, weights = sparse_attention(
-            q, k, v, pattern, transform=transform, return_weights=True, backend=backend
-        )
+        out, weights = sparse_attention(q, k, v, pattern, transform=transform, return_weights=True, backend=backend)
         results.append((out, weights, *torch.autograd.grad(out.square().sum(), (q, k, v, strength))))
     plain = sparse_attention(q, k, v, pattern, backend="reference")
     assert not torch.allclose(plain, results[0][0])

@@ -18,9 +18,7 @@ def patterns(draw, max_tokens=12):
         offsets = draw(st.lists(st.lists(st.integers(-15, 15), max_size=5), min_size=stored, max_size=stored))
         return Pattern.from_offsets(offsets, tokens, num_heads=heads, prefix_tokens=prefix, allow_empty=True)
     rows = st.lists(st.integers(0, tokens - 1), max_size=tokens)
-    keys = draw(
-        st.lists(st.lists(rows, min_size=tokens, max_size=tokens), min_size=stored, max_size=stored)
-    )
+    keys = draw(st.lists(st.lists(rows, min_size=tokens, max_size=tokens), min_size=stored, max_size=stored))
     return Pattern.from_rows(keys, tokens, num_heads=heads, prefix_tokens=prefix, allow_empty=True)
 
 

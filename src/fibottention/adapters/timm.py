@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from timm.models.cait import Cait
 from timm.models.convit import GPSA, ConVit
@@ -101,15 +102,15 @@ class SparsifyReport:
 class _Site:
     """An attention module in a model, and the tokens it sees."""
 
-    parent: nn.Module
+    parent: Any
     path: str
     num_tokens: int
     prefix_tokens: int
     sequences: int = 1
 
     @property
-    def module(self) -> nn.Module:
-        return getattr(self.parent, "attn")
+    def module(self) -> Any:
+        return self.parent.attn
 
 
 def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto") -> SparsifyReport:
@@ -206,24 +207,24 @@ def _sites(prefix: str, root: nn.Module) -> list[_Site]:
 _Found = Iterator[tuple[str, nn.Module, int, int, int]]
 
 
-def _plain_blocks(model: nn.Module) -> _Found:
+def _plain_blocks(model: Any) -> _Found:
     for i, block in enumerate(model.blocks):
         yield f"blocks.{i}", block, model.patch_embed.num_patches, model.num_prefix_tokens, 1
 
 
-def _convit_blocks(model: nn.Module) -> _Found:
+def _convit_blocks(model: Any) -> _Found:
     # The class token joins after the last GPSA block.
     for i, block in enumerate(model.blocks):
         prefix_tokens = 0 if isinstance(block.attn, GPSA) else 1
         yield f"blocks.{i}", block, model.patch_embed.num_patches, prefix_tokens, 1
 
 
-def _cait_blocks(model: nn.Module) -> _Found:
+def _cait_blocks(model: Any) -> _Found:
     for i, block in enumerate(model.blocks):
         yield f"blocks.{i}", block, model.patch_embed.num_patches, 0, 1
 
 
-def _pit_blocks(model: nn.Module) -> _Found:
+def _pit_blocks(model: Any) -> _Found:
     height, width = model.patch_embed.height, model.patch_embed.width
     for s, stage in enumerate(model.transformers):
         if s:
@@ -232,7 +233,7 @@ def _pit_blocks(model: nn.Module) -> _Found:
             yield f"transformers.{s}.blocks.{i}", block, height * width, model.cls_token.shape[1], 1
 
 
-def _swin_blocks(model: nn.Module) -> _Found:
+def _swin_blocks(model: Any) -> _Found:
     for s, stage in enumerate(model.layers):
         for i, block in enumerate(stage.blocks):
             windows = 1

@@ -1,5 +1,9 @@
 """Sparse versions of timm's attention classes: same parameters and state-dict keys, another forward pass."""
 
+# timm's modules set attributes that nn.Module does not declare, and some that may be None:
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false, reportOptionalCall=false
+
 import torch
 from timm.layers import Attention, AttentionRope, apply_rot_embed_cat
 from timm.models.cait import TalkingHeadAttn
@@ -53,7 +57,7 @@ class SparseGPSA(GPSA):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend among tokens ``(B, N, C)``."""
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         if self.rel_indices is None or self.rel_indices.shape[1] != length:
             self.rel_indices = self.get_rel_indices(length)
         pattern = self.sparse.pattern(length)

@@ -77,7 +77,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
 @torch.no_grad()
 def _map(module: PatternAttention, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     prefix = module.prefix_tokens
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     if prefix:
         # A prefix token sees every key, whatever the pattern.
         return ((q[:, :, :1] @ k.transpose(-2, -1)) * scale).float().softmax(-1)[:, :, 0, prefix:]

@@ -44,9 +44,7 @@ def run(words: list[str]) -> int:
             raise UserError(f"--{name.replace('_', '-')} is out of range: {getattr(arguments, name)}")
     try:
         spec = make_spec(arguments.spec, **options)
-        pattern = spec.pattern(
-            arguments.heads, arguments.tokens, prefix_tokens=arguments.prefix, layer=arguments.layer
-        )
+        pattern = spec.pattern(arguments.heads, arguments.tokens, prefix_tokens=arguments.prefix, layer=arguments.layer)
     except ValueError as error:
         raise UserError(str(error)) from error
     picture = arguments.output or Path(f"{spec.name}.png")

@@ -40,9 +40,7 @@ def run(words: list[str]) -> int:
         with torch.no_grad():
             probabilities = model(tensor.unsqueeze(0)).float().softmax(-1)[0]
         values, indices = probabilities.topk(min(arguments.top, len(classes)))
-        top = [
-            {"class": classes[i], "probability": p} for i, p in zip(indices.tolist(), values.tolist(), strict=True)
-        ]
+        top = [{"class": classes[i], "probability": p} for i, p in zip(indices.tolist(), values.tolist(), strict=True)]
         predictions.append({"image": str(path), "predictions": top})
     if arguments.json:
         sys.stdout.write(json.dumps(predictions, indent=1) + "\n")

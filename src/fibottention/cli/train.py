@@ -34,8 +34,8 @@ attention (--attention.name NAME and its options, with defaults):
 def run(words: list[str]) -> int:
     """Run the command; returns the exit code."""
     if "-h" in words or "--help" in words:
-        groups = group_parser("fibottention train").format_help().split("\n", 1)[1]
-        sys.stdout.write(f"{_USAGE}{describe_specs()}\n\n{groups[groups.index('options:') :]}")
+        groups = group_parser("fibottention train").format_help().split("\n\n", 1)[1]
+        sys.stdout.write(f"{_USAGE}{describe_specs()}\n\n{groups}")
         return 0
     # A polite kill ends like Ctrl-C: the run can be resumed after its last whole epoch.
     signal.signal(signal.SIGTERM, _interrupt)

@@ -1,4 +1,6 @@
-"""The paper's models with Fibottention, registered with timm: ``timm.create_model("fibottention_vit_base_patch16_224")``.
+"""The paper's models with Fibottention, registered with timm.
+
+``timm.create_model("fibottention_vit_base_patch16_224")`` makes one.
 
 Keyword arguments are those of the timm model of the same name without ``fibottention_``; ``attention`` takes another
 spec, or a mapping with a spec's name and fields.

@@ -115,7 +115,7 @@ def sparse_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     check_arguments(q, k, v, pattern, bias, fill, transform, dropout_p)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     call = AttentionCall(q, k, v, pattern, bias, scale, fill == "zero", transform, dropout_p, return_weights)
     out, weights = _BACKENDS[_choose(call, backend).backend](call)
     return out if weights is None else (out, weights)

@@ -11,6 +11,7 @@ O(pairs) plus a bounded buffer. Sums over queries run over the transposed patter
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,7 +118,7 @@ def pair_sum(weights: Tensor, x: Tensor, pattern: str) -> Tensor:
 
 @torch.library.custom_op("fibottention::pair_sum_transposed", mutates_args=())
 def pair_sum_transposed(weights: Tensor, x: Tensor, pattern: str) -> Tensor:
-    """Sum of ``weights * x[query]`` over the queries of each key: ``(B, G, pairs)`` and ``(B, H, T, D)`` to the latter."""
+    """Sum of ``weights * x[query]`` over the queries of each key; the transpose of `pair_sum`."""
     return _sum_rows(weights, x, Pattern.parse(pattern), transposed=True)
 
 
@@ -220,7 +221,7 @@ def _(
     return weights.new_empty(weights.shape)
 
 
-_Context = torch.autograd.function.FunctionCtx
+_Context = Any  # torch.autograd.function.FunctionCtx, whose attributes are set freely
 
 
 def _save_two_tensors(ctx: _Context, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:

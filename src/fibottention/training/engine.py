@@ -5,11 +5,12 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import set_seed
+from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object, set_seed
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file
@@ -93,6 +94,8 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     for name, value in (("train.gradient_accumulation", train.gradient_accumulation), ("train.epochs", train.epochs)):
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
+    # Accelerate allows one configuration a process; each run has its own. The process group stays.
+    AcceleratorState._reset_state()
     try:
         return Accelerator(
             mixed_precision=train.mixed_precision,
@@ -270,7 +273,7 @@ class Trainer:
                 if writer is not None:
                     writer.add_scalar("train/loss_step", value, update)
         seconds = time.perf_counter() - start
-        all_losses = accelerator.reduce(torch.stack(losses), reduction="mean")
+        all_losses = cast(Tensor, accelerator.reduce(torch.stack(losses), reduction="mean"))
         return {
             "epoch": epoch + 1,
             "lr": max(group["lr"] for group in self.optimizer.param_groups),
@@ -349,8 +352,6 @@ class Trainer:
     def _report_unreadable(self) -> None:
         names = self.task.unreadable()
         if self.accelerator.num_processes > 1:
-            from accelerate.utils import gather_object
-
             names = gather_object(names)
         names = sorted(set(names))
         if not names or not self.accelerator.is_main_process:

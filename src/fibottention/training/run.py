@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -41,10 +40,8 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
-        raise UserError(f"{path} is not a readable file of weights: {str(error).splitlines()[0]}") from error
     except Exception as error:  # torch.load raises many kinds, pickle's own among them
-        raise UserError(f"{path} is not a readable file of weights: {type(error).__name__}") from error
+        raise UserError(f"{path} is not a readable file of weights ({type(error).__name__})") from error
     for key in ("state_dict", "model", "state_dict_ema"):
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]

@@ -13,8 +13,8 @@ class DataConfig:
     """Images and labels.
 
     Attributes:
-        name: fashion-mnist-subset (embedded), fashion-mnist, mnist, cifar10, cifar100, tiny-imagenet, folder (one folder
-            per class under train/ and val/), or torch/NAME, hfds/NAME, hfids/NAME, wds/NAME as timm reads them.
+        name: fashion-mnist-subset (embedded), fashion-mnist, mnist, cifar10, cifar100, tiny-imagenet, folder (one
+            folder per class under train/ and val/), or torch/NAME, hfds/NAME, hfids/NAME, wds/NAME as timm reads them.
         root: Folder with the data; not needed for the embedded set.
         train_split: Name of the training split or folder.
         val_split: Name of the validation split or folder; if null, the data's own (val, validation or test).

@@ -4,7 +4,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -57,13 +57,14 @@ def eval_transform(config: DataConfig, in_chans: int) -> Callable[[Image.Image],
             f"data.image_size must be at least 1 and at most data.resize, got {config.image_size} and {resize}"
         )
     mean, std = normalization(config, in_chans)
-    return create_transform(
+    transform = create_transform(
         config.image_size,
         interpolation="bicubic" if config.interpolation == "random" else config.interpolation,
         crop_pct=config.image_size / resize,
         mean=tuple(mean),
         std=tuple(std),
     )
+    return cast(Callable[[Image.Image], Tensor], transform)
 
 
 def train_transform(config: DataConfig, augment: AugmentConfig, in_chans: int) -> Callable[[Image.Image], Tensor]:
@@ -72,7 +73,7 @@ def train_transform(config: DataConfig, augment: AugmentConfig, in_chans: int) -
     if augment.auto_augment and in_chans == 1:
         raise UserError("augment.auto_augment needs colour images (model.in_chans=3), got model.in_chans=1")
     try:
-        first, second, last = create_transform(
+        parts = create_transform(
             config.image_size,
             is_training=True,
             scale=augment.scale,
@@ -88,6 +89,7 @@ def train_transform(config: DataConfig, augment: AugmentConfig, in_chans: int) -
         )
     except (AssertionError, ValueError) as error:
         raise UserError(f"augment.auto_augment={augment.auto_augment} is not a policy of timm: {error}") from error
+    first, second, last = cast(tuple[Callable[[Any], Any], ...], parts)
     if augment.crop != "resized":
         size = config.image_size
         steps: list[Callable[..., Any]] = [v2.Resize(size, v2.InterpolationMode.BICUBIC)]

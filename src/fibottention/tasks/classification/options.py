@@ -42,7 +42,7 @@ def load_recipe(name: str) -> dict[str, Any]:
     if not path.is_file():
         shipped = {p.name.removesuffix(".yaml"): p for p in _shipped_recipes()}
         stem = path.name.removesuffix(".yaml")
-        if path.suffix and path.name != name or stem not in shipped:
+        if (path.suffix and path.name != name) or stem not in shipped:
             known = [word for word in shipped if not word.startswith("_")]
             raise UserError(f"there is no recipe {name!r}: no such file, and no shipped recipe{nearest(stem, known)}")
         path = shipped[stem]

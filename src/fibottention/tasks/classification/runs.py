@@ -163,6 +163,7 @@ def load_model(path: str | Path) -> tuple[nn.Module, ClassificationConfig, list[
 
 def environment() -> dict[str, str]:
     """Versions and machine, for the report."""
+    has_gpu = torch.cuda.is_available()
     return {
         "fibottention": fibottention.__version__,
         "torch": torch.__version__,
@@ -170,5 +171,5 @@ def environment() -> dict[str, str]:
         "accelerate": accelerate.__version__,
         "python": sys.version.split()[0],
         "system": platform.platform(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads",
+        "device": torch.cuda.get_device_name() if has_gpu else f"CPU, {torch.get_num_threads()} threads",
     }

@@ -1,0 +1,116 @@
+import base64
+import re
+
+import pytest
+import timm
+import torch
+
+from fibottention import Fibottention, Longformer, patterns, sparse_attention, sparsify
+from fibottention.analysis.attention_maps import attention_maps
+from fibottention.analysis.masks import draw_masks, mask_figure
+from fibottention.analysis.report import write_report
+from fibottention.errors import UserError
+from fibottention.tasks.classification.runs import train_classification
+from tests.tiny import tiny_config
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("fibottention", "dense", "none"):
+        config = tiny_config()
+        config.attention = {"name": name}
+        train_classification(config, folder / name, command=f"fibottention train --attention.name {name}")
+    return folder
+
+
+def test_report_is_self_contained_and_complete(runs, tmp_path):
+    path = write_report([runs / "fibottention", runs / "dense", runs / "none"], tmp_path / "report.html")
+    html = path.read_text()
+    assert not re.findall(r'(?:src|href)="(?!data:)', html)
+    pictures = re.findall(r"data:image/png;base64,([^\"]+)", html)
+    assert len(pictures) == 1 + 3 + 2 + 3  # curves, confusion matrices, masks of the specs, attention maps
+    for picture in pictures:
+        assert base64.b64decode(picture).startswith(b"\x89PNG")
+    for text in ("top-1", "attention pairs kept", "blocks.1.attn", "--attention.name dense", torch.__version__):
+        assert text in html
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_report_of_a_run_that_is_not_finished(runs, tmp_path):
+    import shutil
+
+    shutil.copytree(runs / "fibottention", tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "samples.json").unlink()
+    html = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    assert "No sample images were kept." in html
+    with pytest.raises(UserError, match="does not exist"):
+        write_report([tmp_path / "nothing"], tmp_path / "other.html")
+    assert not (tmp_path / "other.html").exists()
+
+
+def test_attention_maps_of_the_class_token_by_hand():
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=2).eval()
+    x = torch.randn(2, 3, 64, 64)
+    captured = []
+    block = model.blocks[1]
+    block.attn.register_forward_pre_hook(lambda m, args: captured.append(args[0]))
+    with torch.no_grad():
+        model(x)
+    maps = attention_maps(model, x)
+    assert type(model.blocks[0].attn).__name__ == "Attention", "the model is not changed"
+    tokens = captured[0]
+    with torch.no_grad():
+        q, k, _ = block.attn.qkv(tokens).reshape(2, 17, 3, 3, 64).permute(2, 0, 3, 1, 4)
+    expected = (q @ k.mT / 8).softmax(-1)[:, :, 0, 1:]
+    assert maps[1].of_prefix
+    assert maps[1].layer == "blocks.1.attn"
+    torch.testing.assert_close(maps[1].values, expected)
+
+
+def test_attention_maps_without_a_class_token_are_means_over_queries():
+    torch.manual_seed(0)
+    model = timm.create_model("vit_base_patch16_siglip_gap_224", img_size=64, depth=1).eval()
+    sparsify(model, Longformer())
+    captured = {}
+    sparse = model.blocks[0].attn.sparse
+    sparse.register_forward_pre_hook(lambda m, args: captured.update(q=args[0], k=args[1]))
+    x = torch.randn(1, 3, 64, 64)
+    (only,) = attention_maps(model, x)
+    pattern = patterns.longformer(12, 16)
+    eye = torch.eye(16).expand(1, 12, 16, 16)
+    weights = sparse_attention(
+        torch.cat([captured["q"]]), captured["k"], eye, pattern, backend="reference"
+    )  # values that are unit vectors give the weights
+    torch.testing.assert_close(only.values, weights.mean(2))
+    assert not only.of_prefix
+
+
+def test_windowed_and_mixed_layers_have_no_maps():
+    swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1))
+    assert all(len(m.values) == 1 for m in attention_maps(swin, torch.randn(1, 3, 224, 224)))
+    cait = timm.create_model("cait_xxs24_224", img_size=64, depth=1)
+    sparsify(cait, Fibottention())
+    assert attention_maps(cait, torch.randn(1, 3, 64, 64)) == []
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [patterns.wythoff(12, 196, prefix_tokens=1), patterns.dense(3, 9), patterns.random(2, 2000, 0.01)],
+    ids=["offsets", "shared", "large"],
+)
+def test_masks_are_drawn(pattern, tmp_path):
+    from PIL import Image
+
+    draw_masks(pattern, tmp_path / "mask.png", "title")
+    with Image.open(tmp_path / "mask.png") as image:
+        assert image.format == "PNG"
+        assert min(image.size) > 200
+    figure = mask_figure(pattern)
+    shown = [axis for axis in figure.axes if axis.get_visible()]
+    assert len(shown) == pattern.stored_heads
+    picture = shown[0].images[0].get_array()
+    if pattern.sequence_length <= 1024:
+        assert (picture == pattern.mask()[0].numpy()).all()

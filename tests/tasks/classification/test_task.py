@@ -1,0 +1,183 @@
+import pytest
+import timm
+import torch
+from accelerate import Accelerator
+
+from fibottention import Dense, Fibottention
+from fibottention.errors import UserError
+from fibottention.layers import PatternAttention
+from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig
+from fibottention.tasks.classification.options import classification_config, load_recipe
+from fibottention.tasks.classification.task import ClassificationTask, attention_spec, build_model, load_into
+from tests.tiny import tiny_config
+
+
+def test_model_has_the_spec_and_the_seed_gives_its_weights():
+    task, again = ClassificationTask(tiny_config()), ClassificationTask(tiny_config())
+    specs = {m.spec for m in task.model.modules() if isinstance(m, PatternAttention)}
+    assert specs == {Fibottention()}
+    for a, b in zip(task.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_same_seed_gives_the_same_weights_for_every_spec():
+    dense = tiny_config()
+    dense.attention = {"name": "dense"}
+    a, b = ClassificationTask(tiny_config()).model, ClassificationTask(dense).model
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_metrics_by_hand():
+    task = ClassificationTask(tiny_config())
+    logits = torch.full((5, 10), -5.0)
+    predicted, targets = [1, 2, 2, 9, 0], [1, 2, 3, 0, -1]  # the last image cannot be read
+    for row, label in enumerate(predicted):
+        logits[row, label] = 5.0
+    logits[3, 0] = 4.0  # second best is right
+    batch = (logits, torch.tensor(targets), torch.tensor([-1, -1, -1, -1, 4]))
+    result = task.evaluate(lambda images: images, iter([batch]), Accelerator(cpu=True))
+    assert result.metrics["top1"] == 50.0
+    assert result.metrics["top5"] >= 75.0
+    assert result.details["images"] == 4
+    confusion = torch.tensor(result.details["confusion"])
+    assert (confusion[1, 1], confusion[2, 2], confusion[3, 2], confusion[0, 9]) == (1, 1, 1, 1)
+    assert confusion.sum() == 4
+    expected = torch.nn.functional.cross_entropy(logits[:4], batch[1][:4])
+    assert result.metrics["val_loss"] == pytest.approx(float(expected))
+    assert task.unreadable() == [task.data.name(4, train=False)]
+    batch = (logits, torch.full((5,), -1), torch.arange(5))
+    with pytest.raises(UserError, match="none of the validation images could be read"):
+        task.evaluate(lambda images: images, iter([batch]), Accelerator(cpu=True))
+
+
+def test_attention_none_leaves_the_model_as_it_is():
+    config = tiny_config()
+    config.attention = {"name": "none"}
+    config.model.name = "resnet18"
+    config.model.options = {}
+    task = ClassificationTask(config)
+    assert task.sparsify_report is None
+    assert type(task.model).__name__ == "ResNet"
+
+
+def test_start_from_a_checkpoint_with_other_classes(tmp_path):
+    torch.manual_seed(5)
+    config = tiny_config()
+    source, _ = build_model(config, num_classes=3)
+    torch.save(source.state_dict(), tmp_path / "w.pth")
+    config.model.checkpoint = str(tmp_path / "w.pth")
+    model, _ = build_model(config, num_classes=10)
+    assert torch.equal(model.blocks[0].attn.qkv.weight, source.blocks[0].attn.qkv.weight)
+    assert model.head.weight.shape[0] == 10
+
+
+def test_weights_that_do_not_fit_are_listed():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=4)
+    weights = dict(model.state_dict())
+    load_into(model, weights, "file")
+    del weights["norm.weight"]
+    weights["extra"] = torch.zeros(1)
+    weights["head.weight"] = torch.zeros(9, 192)
+    with pytest.raises(UserError, match=r"in file do not fit .*1 missing \(norm.weight\); 1 unexpected \(extra\); 1"):
+        load_into(model, weights, "file")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: setattr(c.model, "name", "vit_tyni_patch16_224"), "no model is named .* did you mean 'vit_tiny"),
+        (lambda c: c.model.options.update(num_heads=5), "cannot be made: dim should be divisible by num_heads"),
+        (lambda c: c.model.options.update(colour=1), "vit_tiny_patch16_224: .*colour"),
+        (lambda c: setattr(c, "attention", {"name": "fibotention"}), "did you mean 'fibottention'"),
+        (lambda c: setattr(c, "attention", {"name": "none", "w_min": 3}), "takes no options"),
+        (lambda c: setattr(c.model, "checkpoint", "/no/such.pth"), "/no/such.pth is not a file of weights"),
+        (lambda c: (setattr(c.model, "name", "resnet18"), c.model.options.clear()), "does not support ResNet"),
+    ],
+)
+def test_bad_models_are_named(change, message):
+    config = tiny_config()
+    change(config)
+    with pytest.raises(UserError, match=message):
+        build_model(config, 10)
+
+
+def test_mixup_needs_even_batches():
+    config = tiny_config()
+    config.augment.mixup = 0.2
+    config.train.batch_size = 41
+    with pytest.raises(UserError, match="train.batch_size must be even"):
+        ClassificationTask(config)
+
+
+def test_attention_spec_of_options():
+    assert attention_spec({"name": "fibottention", "w_max": 20}) == Fibottention(w_max=20)
+    assert attention_spec({"name": "dense"}) == Dense()
+    assert attention_spec({"name": "none"}) is None
+
+
+def test_every_recipe_is_valid_and_has_the_published_settings():
+    from pathlib import Path
+
+    recipes = sorted(Path("recipes").resolve().glob("[a-z]*.yaml"))
+    assert len(recipes) >= 17
+    for path in recipes:
+        config = classification_config(load_recipe(path.stem))
+        assert timm.is_model(config.model.name)
+        if path.stem == "demo":
+            continue
+        # Facts, section 5.
+        assert config.attention == Fibottention(w_min=5).to_dict()
+        assert (config.optim.name, config.optim.base_lr, config.optim.weight_decay) == ("adamw", 1e-3, 0.05)
+        assert (config.optim.layer_decay, config.optim.warmup_epochs, config.optim.min_lr) == (0.75, 5, 1e-6)
+        assert (config.train.epochs, config.data.image_size, config.data.resize) == (100, 224, 256)
+        assert config.augment == AugmentConfig(
+            auto_augment="rand-m9-mstd0.5-inc1", random_erasing=0.25, label_smoothing=0.1
+        )
+        assert config.model.drop_path == 0.2
+        assert "Published" in path.read_text()
+
+
+def test_recipes_and_overrides():
+    recipe = load_recipe("vit_base_cifar10")
+    config = classification_config(recipe, ["--optim.lr", "0.5", "--attention.w_max=30", "--data.strict=true"])
+    assert (config.optim.lr, config.attention["w_max"], config.data.strict) == (0.5, 30, True)
+    other = classification_config(recipe, ["--attention.name", "longformer"])
+    assert other.attention == {"name": "longformer", "window": 1, "global_tokens": 0}
+    assert classification_config({}) == ClassificationConfig(attention=Fibottention().to_dict())
+    again = classification_config(config.to_dict())
+    assert again == config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--optim.lrr", "3"], "there is no option --optim.lrr; did you mean '--optim.lr'"),
+        (["--optim.lr", "abc"], "optim.lr must be a number or null, got abc"),
+        (["--train.epochs", "1.5"], "train.epochs must be a whole number, got 1.5"),
+        (["--augment.crop=middle"], "augment.crop must be one of 'resized', 'padded', 'none', got middle"),
+        (["--optim.betas", "[1,2,3]"], r"optim.betas must be tuple\[float, float\] or null, got \[1, 2, 3\]"),
+        (["--attention.nam=x"], "has no option 'nam'; it has fill, w_min"),
+        (["--attention.w_max"], "the option --attention.w_max needs a value"),
+        (["--attention.name=longfomer"], "did you mean 'longformer'"),
+        (["stray"], "unexpected word 'stray'"),
+    ],
+)
+def test_bad_options_are_named(words, message):
+    with pytest.raises(UserError, match=message):
+        classification_config({}, words)
+
+
+def test_bad_recipes_are_named(tmp_path):
+    for text, message in (
+        ("optim: {lrr: 1}", "there is no option --optim.lrr"),
+        ("optim: [", "is not valid YAML"),
+        ("- a", "must hold groups of options"),
+        ("base: none.yaml", "there is no recipe"),
+        ("optim: 3", "must hold groups of options"),
+    ):
+        path = tmp_path / "r.yaml"
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            classification_config(load_recipe(str(path)))
+    with pytest.raises(UserError, match="no shipped recipe; did you mean 'vit_base_cifar10"):
+        load_recipe("vit_bse_cifar10")

@@ -1,0 +1,192 @@
+"""The training loop, on a tiny model and real images."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from fibottention.errors import UserError
+from fibottention.tasks.classification.config import ClassificationConfig
+from fibottention.tasks.classification.runs import train_classification
+from fibottention.tasks.classification.task import ClassificationTask
+from fibottention.training.engine import Trainer, make_accelerator
+from fibottention.training.run import Run, load_weights
+from tests.tiny import tiny_config
+
+
+def last_weights(folder) -> dict[str, torch.Tensor]:
+    return load_weights(Run(folder).checkpoint() / "model.safetensors")
+
+
+def equal(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def trainer_of(config: ClassificationConfig, folder) -> Trainer:
+    run = Run(folder)
+    run.create({"task": "classification", **config.to_dict()})
+    return Trainer(ClassificationTask(config), run, config.optim, config.train, make_accelerator(config.train))
+
+
+def test_learns_and_keeps_a_whole_run(tmp_path):
+    config = tiny_config(epochs=3)
+    config.data.limit = 600
+    summary = train_classification(config, tmp_path / "run", command="the command")
+    run = Run(tmp_path / "run")
+    records = run.metrics()
+    assert [r["epoch"] for r in records] == [1, 2, 3]
+    assert records[-1]["train_loss"] < records[0]["train_loss"]
+    assert summary["top1"] > 20  # chance is 10
+    best = run.read_json("best.json")
+    assert best["top1"] == max(r["top1"] for r in records) == summary["top1"]
+    confusion = torch.tensor(best["confusion"])
+    assert confusion.sum() == best["images"] == 100
+    assert 100 * confusion.trace().item() / 100 == pytest.approx(best["top1"])
+    assert run.read_yaml()["command"] == "the command"
+    assert len(run.read_json("samples.json")) == 6
+    assert list((run.folder / "tensorboard").iterdir())
+    curve = records[0]["loss_curve"]
+    assert sum(curve) / len(curve) == pytest.approx(records[0]["train_loss"])
+    assert summary["attention"]["macs"] < summary["attention"]["dense_macs"]
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
+    config = tiny_config()
+    train_classification(config, tmp_path / "a", command="")
+    torch.manual_seed(12345)  # whatever ran before
+    train_classification(tiny_config(), tmp_path / "b", command="")
+    other = tiny_config()
+    other.train.seed = 1
+    train_classification(other, tmp_path / "c", command="")
+    assert equal(last_weights(tmp_path / "a"), last_weights(tmp_path / "b"))
+    assert not equal(last_weights(tmp_path / "a"), last_weights(tmp_path / "c"))
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path, monkeypatch):
+    config = tiny_config(epochs=3, drop_path=0.2)
+    config.optim.ema_decay = 0.9
+    config.augment.mixup = 0.4
+    config.augment.random_erasing = 0.3
+    train_classification(copy.deepcopy(config), tmp_path / "whole", command="")
+
+    steps = 0
+    loss = ClassificationTask.loss
+
+    def stop_in_epoch_2(self, model, batch):
+        nonlocal steps
+        steps += 1
+        if steps == 9:
+            raise KeyboardInterrupt
+        return loss(self, model, batch)
+
+    monkeypatch.setattr(ClassificationTask, "loss", stop_in_epoch_2)
+    with pytest.raises(KeyboardInterrupt):
+        train_classification(copy.deepcopy(config), tmp_path / "stopped", command="")
+    monkeypatch.undo()
+    assert [r["epoch"] for r in Run(tmp_path / "stopped").metrics()] == [1]
+    train_classification(copy.deepcopy(config), tmp_path / "stopped")
+    assert equal(last_weights(tmp_path / "whole"), last_weights(tmp_path / "stopped"))
+    assert equal(Run(tmp_path / "whole").weights(), Run(tmp_path / "stopped").weights())
+    drop = {"train_seconds", "images_per_second", "step_milliseconds"}
+    whole, stopped = (Run(tmp_path / name).metrics() for name in ("whole", "stopped"))
+    assert [{k: v for k, v in r.items() if k not in drop} for r in whole] == [
+        {k: v for k, v in r.items() if k not in drop} for r in stopped
+    ]
+
+
+def test_gradient_accumulation_equals_a_larger_batch(tmp_path):
+    large, small = tiny_config(epochs=1), tiny_config(epochs=1)
+    small.train.batch_size //= 2
+    small.train.gradient_accumulation = 2
+    for name, config in (("large", large), ("small", small)):
+        train_classification(config, tmp_path / name, command="")
+    for a, b in zip(last_weights(tmp_path / "large").values(), last_weights(tmp_path / "small").values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_learning_rate_warms_up_and_falls_to_its_minimum(tmp_path):
+    config = tiny_config(epochs=4)
+    config.optim.warmup_epochs = 1.5
+    config.optim.min_lr = 1e-5
+    trainer = trainer_of(config, tmp_path / "run")
+    updates = 4 * trainer.updates_per_epoch
+    rates = []
+    for update in range(updates + 1):
+        trainer.scheduler.step_update(update)
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    warm = int(1.5 * trainer.updates_per_epoch)
+    assert rates[0] == pytest.approx(1e-6)
+    assert rates[warm] == pytest.approx(config.optim.lr, rel=0.05)
+    assert max(rates) == pytest.approx(config.optim.lr, rel=0.05)
+    assert rates[-1] == pytest.approx(1e-5, rel=0.01)
+    assert all(a > b for a, b in zip(rates[warm:], rates[warm + 1 :], strict=False))
+
+
+def test_default_learning_rate_scales_with_the_batch(tmp_path):
+    config = tiny_config()
+    config.optim.lr = None
+    config.optim.base_lr = 1e-3
+    config.train.gradient_accumulation = 4
+    assert trainer_of(config, tmp_path / "run").lr == pytest.approx(1e-3 * 4 * config.train.batch_size / 256)
+
+
+def test_layer_decay_lowers_the_rates_of_early_layers(tmp_path):
+    config = tiny_config()
+    config.optim.layer_decay = 0.5
+    trainer = trainer_of(config, tmp_path / "run")
+    trainer.scheduler.step_update(trainer.updates_per_epoch)
+    rates = {group["lr"] for group in trainer.optimizer.param_groups}
+    assert len(rates) == 4  # patch embedding, two blocks, head
+
+
+def test_moving_average_is_what_is_evaluated_and_saved(tmp_path):
+    config = tiny_config(epochs=2)
+    config.optim.ema_decay = 0.5
+    trainer = trainer_of(config, tmp_path / "run")
+    trainer.fit()
+    assert trainer.eval_model is trainer.ema.module
+    assert not equal(trainer.run.weights(), last_weights(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_mixed_precision(tmp_path, precision):
+    config = tiny_config()
+    config.train.mixed_precision = precision
+    assert math.isfinite(train_classification(config, tmp_path / "run", command="")["top1"])
+
+
+def test_a_diverging_run_stops_with_advice(tmp_path):
+    config = tiny_config()
+    config.optim.lr = 1e30
+    config.optim.warmup_epochs = 0
+    with pytest.raises(UserError, match=r"the loss became .* lower optim\.lr \(now 1e\+30\)"):
+        train_classification(config, tmp_path / "run", command="")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: setattr(c.train, "epochs", 0), "train.epochs must be at least 1, got 0"),
+        (lambda c: setattr(c.train, "gradient_accumulation", 0), "train.gradient_accumulation must be at least 1"),
+        (lambda c: setattr(c.optim, "name", "adamq"), "optim.name=adamq cannot be made"),
+        (lambda c: setattr(c.optim, "schedule", "cosin"), "optim.schedule=cosin cannot be made"),
+        (lambda c: setattr(c.optim, "warmup_epochs", 9), "optim.warmup_epochs must be at least 0 and less than"),
+        (lambda c: setattr(c.optim, "ema_decay", 1.5), "optim.ema_decay must be between 0 and 1, got 1.5"),
+        (lambda c: setattr(c.train, "device", "mps"), "train.device=mps is not available on this machine"),
+    ],
+)
+def test_bad_options_are_named_and_leave_no_folder(tmp_path, change, message):
+    config = tiny_config()
+    change(config)
+    with pytest.raises(UserError, match=message):
+        train_classification(config, tmp_path / "run", command="")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    train_classification(tiny_config(), tmp_path / "run", command="")
+    other = tiny_config(epochs=3)
+    other.model.options["embed_dim"] = 48
+    with pytest.raises(UserError, match="is not a checkpoint of this model"):
+        train_classification(other, tmp_path / "run")
