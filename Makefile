@@ -1,0 +1,25 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python
+
+help: ## list the commands
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+test: ## run the tests
+	$(PYTHON) -m pytest
+
+lint: ## check style and types
+	$(PYTHON) -m ruff check src tests scripts benchmarks
+	$(PYTHON) -m ruff format --check src tests scripts benchmarks
+	$(PYTHON) -m pyright --pythonpath $(shell $(PYTHON) -c "import sys; print(sys.executable)")
+
+format: ## rewrite the code in the project's style
+	$(PYTHON) -m ruff format src tests scripts benchmarks
+	$(PYTHON) -m ruff check --fix src tests scripts benchmarks
+
+bench: ## measure the backends against each other
+	$(PYTHON) benchmarks/crossover.py
+
+docs: ## build the documentation site into site/
+	$(PYTHON) -m mkdocs build --strict
+
+.PHONY: help test lint format bench docs

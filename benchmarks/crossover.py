@@ -1,0 +1,91 @@
+"""Where sparse attention in plain PyTorch starts to pay: `gather` against fused dense attention, by density.
+
+    python benchmarks/crossover.py
+
+Forward and forward plus backward, medians of interleaved runs in one process. Writes benchmarks/results/crossover.md.
+"""
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from fibottention import Pattern, patterns, sparse_attention
+
+RUNS = 9
+SHAPES = ((16, 12, 196, 64), (128, 4, 196, 16), (1, 12, 1024, 64), (1, 12, 4096, 64))  # B, H, patch tokens, D
+DENSITIES = (0.01, 0.02, 0.04, 0.08, 0.16)
+RESULTS = Path(__file__).parent / "results" / "crossover.md"
+
+
+def milliseconds(function: Callable[[], object]) -> float:
+    """Time of one call."""
+    start = time.perf_counter()
+    function()
+    return 1000 * (time.perf_counter() - start)
+
+
+def rivals(pattern: Pattern, batch: int, dim: int, backward: bool) -> dict[str, Callable[[], object]]:
+    """The same attention by several means, on fresh inputs."""
+    shape = (batch, pattern.num_heads, pattern.sequence_length, dim)
+    q, k, v = (torch.randn(shape, requires_grad=backward) for _ in range(3))
+
+    def timed(attend: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        return (lambda: attend().sum().backward()) if backward else attend
+
+    return {
+        "dense": timed(lambda: F.scaled_dot_product_attention(q, k, v)),
+        "sdpa": timed(lambda: sparse_attention(q, k, v, pattern, backend="sdpa")),
+        "gather": timed(lambda: sparse_attention(q, k, v, pattern, backend="gather")),
+    }
+
+
+def measure(pattern: Pattern, batch: int, dim: int, backward: bool) -> dict[str, float]:
+    """Median times in milliseconds, by rival."""
+    functions = rivals(pattern, batch, dim, backward)
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    with torch.set_grad_enabled(backward):
+        for run in range(RUNS + 1):
+            for name, function in functions.items():
+                elapsed = milliseconds(function)
+                if run:  # the first run warms up
+                    times[name].append(elapsed)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    """Measure everything and write the table."""
+    lines = [
+        "# `gather` against fused dense attention, by density",
+        "",
+        f"`python benchmarks/crossover.py`, {platform.machine()}, {torch.get_num_threads()} threads, torch "
+        f"{torch.__version__}, float32, medians of {RUNS} interleaved runs, milliseconds.",
+        "dense: `scaled_dot_product_attention` without a mask; sdpa: the same under the pattern's mask.",
+        "",
+        "| B, H, N, D | pattern | density | pass | dense | sdpa | gather | gather over sdpa | gather over dense |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for batch, heads, tokens, dim in SHAPES:
+        chosen = {"wythoff": patterns.wythoff(heads, tokens, prefix_tokens=1)}
+        for density in DENSITIES:
+            window = max(1, round(density * tokens / 2))
+            chosen[f"window {window}"] = patterns.sliding_window(heads, tokens, window, prefix_tokens=1)
+        for name, pattern in chosen.items():
+            for backward in (False, True):
+                ms = measure(pattern, batch, dim, backward)
+                row = (
+                    f"| {batch}, {heads}, {tokens + 1}, {dim} | {name} | {pattern.density():.2%} | "
+                    f"{'both' if backward else 'forward'} | {ms['dense']:.1f} | {ms['sdpa']:.1f} | {ms['gather']:.1f} | "
+                    f"{ms['sdpa'] / ms['gather']:.2f}x | {ms['dense'] / ms['gather']:.2f}x |"
+                )
+                print(row, flush=True)
+                lines.append(row)
+    RESULTS.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
