@@ -313,7 +313,7 @@ def test_compiles_without_graph_breaks(backend):
 
 def test_auto_explains_its_choice():
     sparse, full = wythoff(4, 196), patterns.dense(4, 50)
-    q = torch.zeros(1, 4, 196, 8)
+    q = torch.zeros(1, 4, 196, 16)
     assert explain_backend(q, sparse).backend == "gather"
     assert "below" in explain_backend(q, sparse).reason
     q = torch.zeros(1, 4, 50, 8)
@@ -321,6 +321,10 @@ def test_auto_explains_its_choice():
     choice = explain_backend(q, full, return_weights=True)
     assert choice.backend == "reference"
     assert "weights" in choice.reason
+    long = patterns.sliding_window(4, 40_000, 1500)
+    choice = explain_backend(torch.empty(1, 4, 40_000, 16, device="meta"), long)
+    assert choice.backend == "gather"
+    assert "too large" in choice.reason
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,16 @@ _BACKENDS: dict[str, Callable[[AttentionCall], tuple[Tensor, Tensor | None]]] = 
     "sdpa": sdpa.attention,
 }
 
-# Density above which masked dense attention was faster than `gather`, forward and backward, measured on 2 CPU cores
-# for N = 197 to 1025 with benchmarks/crossover.py. It is a property of the machine, so only a rough guide elsewhere.
-_CROSSOVER_DENSITY = 0.08
+# Entries of a mask above which `auto` does not make one, whatever the density.
+_LARGEST_MASK = 2**28
+
+
+def _crossover_density(head_dim: int) -> float:
+    """Density above which `sdpa` was faster than `gather`, forward and backward.
+
+    A fit to benchmarks/results/crossover.md (2 CPU cores: 3 % at head_dim 64, 6 % at 16), so a rough guide elsewhere.
+    """
+    return 0.02 + 0.64 / head_dim
 
 
 class BackendChoice(NamedTuple):
@@ -149,9 +156,12 @@ def _choose(call: AttentionCall, backend: str) -> BackendChoice:
         raise ValueError(f"backend 'sdpa' cannot serve this call: {lacking}; use 'gather' or 'auto'")
     if backend != "auto":
         return BackendChoice(backend, "asked for by name")
-    density = call.pattern.density()
-    if density < _CROSSOVER_DENSITY:
-        return BackendChoice("gather", f"density {density:.4f} is below the cross-over {_CROSSOVER_DENSITY}")
+    pattern, crossover = call.pattern, _crossover_density(call.q.shape[-1])
+    density = pattern.density()
+    if density < crossover:
+        return BackendChoice("gather", f"density {density:.2%} is below the cross-over {crossover:.2%}")
+    if not pattern.is_dense and pattern.stored_heads * pattern.sequence_length**2 > _LARGEST_MASK:
+        return BackendChoice("gather", f"a mask of {pattern.sequence_length} tokens would be too large")
     if lacking is None:
-        return BackendChoice("sdpa", f"density {density:.4f} is at or above the cross-over {_CROSSOVER_DENSITY}")
-    return BackendChoice("reference", f"density {density:.4f} is high and sdpa is ruled out: {lacking}")
+        return BackendChoice("sdpa", f"density {density:.2%} is at or above the cross-over {crossover:.2%}")
+    return BackendChoice("reference", f"density {density:.2%} is high and sdpa is ruled out: {lacking}")
