@@ -1,5 +1,6 @@
 """fibottention: sparse and diverse attention for vision transformers."""
 
+import warnings as _warnings
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING
 from typing import Any as _Any
@@ -53,7 +54,10 @@ __all__ = [
 __version__ = "0.1.0"
 
 if _find_spec("timm") is not None:
-    import fibottention.models.timm_models  # noqa: F401  (registers the models with timm)
+    try:
+        import fibottention.models.timm_models  # noqa: F401  (registers the models with timm)
+    except ImportError as _error:
+        _warnings.warn(f"timm is too old for fibottention's models and sparsify ({_error})", stacklevel=2)
 
 
 def __getattr__(name: str) -> _Any:

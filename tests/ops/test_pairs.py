@@ -61,10 +61,14 @@ def test_registration_is_sound(pattern):
         (pair_softmax, (weights, pattern.key, True)),
         (torch.ops.fibottention.pattern_mask, (pattern.key, torch.device("cpu"))),
         (torch.ops.fibottention.pair_indices, (pattern.key, torch.device("cpu"))),
+        (torch.ops.fibottention.kept_of_union, (pattern.key, torch.device("cpu"))),
     ):
         torch.library.opcheck(op, arguments)
     soft, outside = (t.detach() for t in pair_softmax(weights, pattern.key, True))
     arguments = (torch.ones_like(soft), torch.ones_like(outside), soft, outside, pattern.key, True)
+    permuted = torch.randn(1, pattern.sequence_length, 3, 4, dtype=torch.float64).transpose(1, 2)
+    torch.library.opcheck(pair_dot, (permuted, permuted, pattern.key))
+    torch.library.opcheck(pair_sum, (weights, permuted, pattern.key))
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(pairs.pair_softmax_backward, arguments, test_utils=checks)
 
@@ -87,7 +91,7 @@ def test_chunks_do_not_change_the_result(monkeypatch):
     pattern = PATTERNS[0]
     a, b, weights = tensors(pattern)
     whole = pair_dot(a, b, pattern.key), pair_sum(weights, a, pattern.key), pair_sum_transposed(weights, a, pattern.key)
-    monkeypatch.setattr(pairs, "_CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(pairs, "_CPU_CHUNK_ELEMENTS", 40)
     parts = pair_dot(a, b, pattern.key), pair_sum(weights, a, pattern.key), pair_sum_transposed(weights, a, pattern.key)
     for x, y in zip(whole, parts, strict=True):
         torch.testing.assert_close(x, y)

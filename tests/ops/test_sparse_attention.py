@@ -148,7 +148,7 @@ def test_queries_without_a_key_give_zeros_and_take_no_gradient(backend):
     assert (grad_v[:, unseen] == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather"])
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa"])
 def test_a_row_masked_whole_by_the_bias_gives_zeros(backend):
     pattern = PATTERNS["wythoff"]
     q, k, v, _ = inputs(pattern)
@@ -282,13 +282,22 @@ def test_memory_of_gather_does_not_grow_with_the_square_of_the_tokens():
     assert out.isfinite().all()
 
 
-def test_autocast_casts_like_sdpa():
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa"])
+def test_autocast_casts_like_sdpa(backend):
     pattern = PATTERNS["wythoff_cls"]
-    q, k, v, _ = inputs(pattern, torch.float32)
+    q, k, v, grad = inputs(pattern, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert sparse_attention(q, k, v, pattern).dtype == torch.bfloat16
+        out = sparse_attention(q, k, v, pattern, backend=backend)
+        assert out.dtype == torch.bfloat16
+        grads = torch.autograd.grad((out.float() * grad.float()).sum(), (q, k, v))
+    half = [t.detach().bfloat16().requires_grad_() for t in (q, k, v)]
+    expected = sparse_attention(*half, pattern, backend=backend)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0 if backend == "gather" else 2e-2)
+    for own, other in zip(grads, torch.autograd.grad((expected.float() * grad.float()).sum(), half), strict=True):
+        assert own.dtype == torch.float32
+        torch.testing.assert_close(own, other.float(), rtol=2e-2, atol=2e-2)
     with torch.autocast("cpu", enabled=False):
-        assert sparse_attention(q, k, v, pattern).dtype == torch.float32
+        assert sparse_attention(q, k, v, pattern, backend=backend).dtype == torch.float32
 
 
 @pytest.mark.parametrize("backend", ["gather", "sdpa", "reference"])

@@ -101,6 +101,20 @@ def test_every_query_keeps_a_key_at_any_size(variant, heads, tokens):
     assert pattern.mask().any(-1).all()
 
 
+def test_empty_queries_are_accepted_on_request():
+    with pytest.raises(ValueError, match="query 8 of head 4 would keep no key.*allow_empty=True"):
+        wythoff(12, 20, 20, 20)
+    assert not wythoff(12, 20, 20, 20, allow_empty=True).mask().any(-1).all()
+    for make in (
+        lambda **kwargs: patterns.sliding_window(2, 9, 0, include_self=False, **kwargs),
+        lambda **kwargs: patterns.exponential(2, 9, window=0, include_self=False, **kwargs),
+        lambda **kwargs: patterns.fibonacci(2, 9, 0, include_self=False, **kwargs),
+    ):
+        with pytest.raises(ValueError, match="allow_empty=True"):
+            make()
+        assert make(allow_empty=True).nnz == 0
+
+
 def test_robot_setting_keeps_all_terms():
     # Facts, section 5: w_min = w_max = N = 81.
     pattern = wythoff(12, 81, 81, 81)
@@ -145,6 +159,8 @@ def test_diagonal_families():
         lambda: patterns.random(2, 30, 0.0),
         lambda: patterns.longformer(2, 30, 1, 31),
         lambda: wythoff(2, 30, variant="other"),
+        lambda: patterns.bigbird(2, 30, random_keys=-1),
+        lambda: patterns.random(2, 30, seed=-1),
     ):
         with pytest.raises(ValueError, match="got"):
             call()

@@ -141,11 +141,18 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
         for site in _sites(prefix, root)
     ]
     if not sites:
+        if any(isinstance(module, tuple(_FAMILIES)) for module in model.modules()):
+            raise ValueError(f"sparsify found no attention layer in {type(model).__name__}: it has no blocks")
         supported = ", ".join(sorted(cls.__name__ for cls in _FAMILIES))
         raise ValueError(f"sparsify does not support {type(model).__name__}; it supports timm's {supported}")
     layers, replacements = [], []
     for index, site in enumerate(sites):
         module = site.module
+        if spec.fill == "zero" and module.attn_drop.p:
+            raise ValueError(
+                f"fill='zero' gives weight to pairs that are not stored, so it needs attn_drop_rate=0, got "
+                f"{module.attn_drop.p} at {site.path}"
+            )
         sparse = PatternAttention(
             spec, module.num_heads, prefix_tokens=site.prefix_tokens, layer=index, backend=backend
         )

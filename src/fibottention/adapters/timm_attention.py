@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.layers.sparse_attention import SparseAttention, additive_mask, split_qkv
-from fibottention.ops.constants import pair_indices
+from fibottention.ops.constants import kept_of_union, pair_indices
 from fibottention.ops.gather import apply_weights
 from fibottention.ops.pairs import pair_dot, pair_softmax
 
@@ -105,7 +105,7 @@ class SparseTalkingHeadAttention(TalkingHeadAttn):
         scores = pair_dot(q, k, union.key) * self.scale
         mixed = self.proj_l(scores.transpose(1, 2).to(x.dtype)).transpose(1, 2)
         if pattern is not union:
-            kept = self._kept(x.device, x.shape[1])
+            kept = kept_of_union(pattern, x.device)
             mixed = mixed.masked_fill(~kept, 0.0 if zero_fill else float("-inf"))
         weights, outside = pair_softmax(mixed.to(scores.dtype), union.key, zero_fill)
         weights = self.proj_w(weights.transpose(1, 2).to(x.dtype)).transpose(1, 2)
@@ -114,17 +114,6 @@ class SparseTalkingHeadAttention(TalkingHeadAttn):
             rest = self.proj_w(outside.transpose(1, 2).to(x.dtype)).transpose(1, 2)
         out = apply_weights(self.attn_drop(weights), rest, v, union)
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
-
-    def _kept(self, device: torch.device, length: int) -> Tensor:
-        """Which pairs of the union each head keeps, ``(H, pairs)``."""
-        pattern = self.sparse.pattern(length)
-        union = pattern.union()
-        _, query, key = pair_indices(union, device)
-        head, own_query, own_key = pair_indices(pattern, device)
-        position = torch.searchsorted(query * length + key, own_query * length + own_key)
-        kept = torch.zeros(self.num_heads, query.numel(), dtype=torch.bool, device=device)
-        kept[head, position] = True
-        return kept
 
 
 def _rotate(module: nn.Module, x: Tensor, rope: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fibottention.patterns.pattern import Pattern
 
-__all__ = ["pair_indices", "parse_for_graph", "pattern_mask"]
+__all__ = ["kept_of_union", "pair_indices", "parse_for_graph", "pattern_mask"]
 
 # A compiled or exported graph knows a pattern only by its text, so what it uses must stay alive.
 _kept_for_graphs: dict[str, Pattern] = {}
@@ -32,6 +32,23 @@ def pair_indices(pattern: Pattern, device: torch.device) -> Tensor:
     return _cached(pattern, "pairs", device, lambda device: torch.stack(pattern.pairs()).to(device))
 
 
+def kept_of_union(pattern: Pattern, device: torch.device) -> Tensor:
+    """Which pairs of ``pattern.union()`` each head keeps, ``(H, pairs)``, on a device."""
+    if torch.compiler.is_compiling():
+        return _kept_for_graph(pattern.key, device)
+
+    def make(device: torch.device) -> Tensor:
+        length = pattern.sequence_length
+        _, query, key = pair_indices(pattern.union(), device)
+        head, own_query, own_key = pair_indices(pattern, device)
+        position = torch.searchsorted(query * length + key, own_query * length + own_key)
+        kept = torch.zeros(pattern.num_heads, query.numel(), dtype=torch.bool, device=device)
+        kept[head, position] = True
+        return kept
+
+    return _cached(pattern, "kept_of_union", device, make)
+
+
 def _cached(pattern: Pattern, name: str, device: torch.device, make: Callable[[torch.device], Tensor]) -> Tensor:
     cache = pattern.__dict__.setdefault("_on_device", {})
     if (name, device) not in cache:
@@ -47,6 +64,18 @@ def _mask_for_graph(pattern: str, device: torch.device) -> Tensor:
 @torch.library.custom_op("fibottention::pair_indices", mutates_args=())
 def _indices_for_graph(pattern: str, device: torch.device) -> Tensor:
     return pair_indices(Pattern.parse(pattern), device).clone()
+
+
+@torch.library.custom_op("fibottention::kept_of_union", mutates_args=())
+def _kept_for_graph(pattern: str, device: torch.device) -> Tensor:
+    return kept_of_union(Pattern.parse(pattern), device).clone()
+
+
+@_kept_for_graph.register_fake
+def _(pattern: str, device: torch.device) -> Tensor:
+    known = parse_for_graph(pattern)
+    pairs = known.union().nnz // known.num_heads
+    return torch.empty((known.num_heads, pairs), dtype=torch.bool, device=device)
 
 
 @_mask_for_graph.register_fake

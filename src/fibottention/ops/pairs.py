@@ -9,6 +9,7 @@ Rows with the same number of keys form one dense block, so nothing is padded; wo
 O(pairs) plus a bounded buffer. Sums over queries run over the transposed pattern: no atomics, hence repeatable.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,9 @@ from fibottention.patterns.pattern import Pattern, SparseRows
 
 __all__ = ["pair_dot", "pair_softmax", "pair_sum", "pair_sum_transposed", "row_blocks"]
 
-_CHUNK_ELEMENTS = 2**20  # elements of one gathered buffer: large enough to amortise launches, small enough for caches
+# Elements of one gathered buffer: small enough for a CPU's caches, large enough to keep a GPU busy.
+_CPU_CHUNK_ELEMENTS = 2**20
+_GPU_CHUNK_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ def _blocks(compressed: SparseRows, length: int, device: torch.device) -> Iterat
 
 
 def _chunks(block: RowBlock, width: int) -> Iterator[RowBlock]:
-    step = max(1, _CHUNK_ELEMENTS // max(1, width * block.others.shape[1]))
+    elements = _CPU_CHUNK_ELEMENTS if block.rows.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
+    step = max(1, elements // max(1, width * block.others.shape[1]))
     for start in range(0, len(block.rows), step):
         stop = start + step
         yield RowBlock(block.rows[start:stop], block.others[start:stop], block.pairs[start:stop])
@@ -86,12 +90,24 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _full_precision(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Run an operation outside autocast, which would round its products to half precision."""
+
+    @functools.wraps(operation)
+    def run(first: Tensor, *rest: Any) -> Any:
+        with torch.autocast(first.device.type, enabled=False):
+            return operation(first, *rest)
+
+    return run
+
+
 def _take(x: Tensor, rows: Tensor) -> Tensor:
     taken = x.index_select(1, rows.reshape(-1))
     return taken.view(x.shape[0], *rows.shape, *x.shape[2:])
 
 
 @torch.library.custom_op("fibottention::pair_dot", mutates_args=())
+@_full_precision
 def pair_dot(a: Tensor, b: Tensor, pattern: str) -> Tensor:
     """Dot product of ``a[query]`` and ``b[key]`` for each kept pair: ``(B, H, T, D)`` twice to ``(B, G, pairs)``.
 
@@ -111,12 +127,14 @@ def pair_dot(a: Tensor, b: Tensor, pattern: str) -> Tensor:
 
 
 @torch.library.custom_op("fibottention::pair_sum", mutates_args=())
+@_full_precision
 def pair_sum(weights: Tensor, x: Tensor, pattern: str) -> Tensor:
     """Sum of ``weights * x[key]`` over the keys of each query: ``(B, G, pairs)`` and ``(B, H, T, D)`` to the latter."""
     return _sum_rows(weights, x, Pattern.parse(pattern), transposed=False)
 
 
 @torch.library.custom_op("fibottention::pair_sum_transposed", mutates_args=())
+@_full_precision
 def pair_sum_transposed(weights: Tensor, x: Tensor, pattern: str) -> Tensor:
     """Sum of ``weights * x[query]`` over the queries of each key; the transpose of `pair_sum`."""
     return _sum_rows(weights, x, Pattern.parse(pattern), transposed=True)
@@ -125,7 +143,7 @@ def pair_sum_transposed(weights: Tensor, x: Tensor, pattern: str) -> Tensor:
 def _sum_rows(weights: Tensor, x: Tensor, pattern: Pattern, transposed: bool) -> Tensor:
     values = _flat(x, pattern)
     flat_weights = weights.flatten(0, 1)
-    out = torch.zeros_like(values)
+    out = values.new_zeros(values.shape)
     for block in row_blocks(pattern, x.device, transposed):
         for chunk in _chunks(block, values.shape[0] * x.shape[-1]):
             weight = _take(flat_weights, chunk.pairs)

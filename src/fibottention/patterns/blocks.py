@@ -100,6 +100,8 @@ def bigbird(
     Raises:
         ValueError: If a number is out of range.
     """
+    if random_keys < 0:
+        raise ValueError(f"random_keys must be at least 0, got {random_keys}")
     pattern = sliding_window(num_heads, num_tokens, window, prefix_tokens=prefix_tokens)
     outside = num_tokens - 2 * window - 1
     if random_keys and outside > 0:
@@ -190,6 +192,8 @@ def _head_rows(keys: Int64Array, num_heads: int, num_tokens: int, prefix_tokens:
 
 def _distinct_keys(rows: int, population: int, count: int, seed: int) -> Int64Array:
     """``(rows, count)`` draws from ``range(population)``, without repetition within a row."""
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
     generator = np.random.default_rng(seed)
     if count * count > population:
         # Many draws from few keys would repeat often: order random numbers instead, a block of rows at a time.

@@ -59,6 +59,7 @@ def fibonacci(
     *,
     include_self: bool = True,
     prefix_tokens: int = 0,
+    allow_empty: bool = False,
 ) -> Pattern:
     """The Fibonacci numbers 1, 2, 3, 5, ... as distances, the same in all heads.
 
@@ -70,9 +71,11 @@ def fibonacci(
         window: Largest distance (inclusive); ``num_tokens // 3`` if None.
         include_self: Keep the token itself (distance 0) too.
         prefix_tokens: Number of prefix tokens.
+        allow_empty: Accept queries that keep no key.
     """
     terms = fibonacci_terms(1, 2, num_tokens // 3 if window is None else window)
-    return offsets([(0, *terms) if include_self else terms] * num_heads, num_tokens, prefix_tokens=prefix_tokens)
+    distances = (0, *terms) if include_self else terms
+    return offsets([distances] * num_heads, num_tokens, prefix_tokens=prefix_tokens, allow_empty=allow_empty)
 
 
 def default_windows(num_tokens: int, w_min: int, w_max: int | None) -> tuple[int, int]:
@@ -92,6 +95,8 @@ def wythoff(
     on_empty: OnEmpty = "cycle",
     prefix_tokens: int = 0,
     head_order: Sequence[int] | None = None,
+    *,
+    allow_empty: bool = False,
 ) -> Pattern:
     """Fibottention: head ``i`` keeps the distances in row ``i`` of the Wythoff array, within the head's window.
 
@@ -110,6 +115,7 @@ def wythoff(
             window, as in the released code. ``"error"``: raise.
         prefix_tokens: Number of prefix tokens.
         head_order: Row of each head slot, a permutation of ``1..num_heads``; ascending if None.
+        allow_empty: Accept queries that keep no key.
 
     Raises:
         ValueError: If an argument is out of range, or a head or query is left without a key.
@@ -149,4 +155,4 @@ def wythoff(
         if sorted(head_order) != list(range(1, num_heads + 1)):
             raise ValueError(f"head_order must be a permutation of 1..{num_heads}, got {list(head_order)}")
         sequences = [sequences[i - 1] for i in head_order]
-    return offsets(sequences, num_tokens, prefix_tokens=prefix_tokens)
+    return offsets(sequences, num_tokens, prefix_tokens=prefix_tokens, allow_empty=allow_empty)

@@ -79,7 +79,8 @@ class Pattern:
     the same in all heads is stored once.
 
     Make one with `Pattern.from_offsets`, `Pattern.from_rows`, `Pattern.from_mask` or a factory of
-    `fibottention.patterns`. Equal patterns are the same object, so they share what is computed from them.
+    `fibottention.patterns`. Patterns of one form with the same pairs are one object, so they share what is computed from
+    them.
 
     Attributes:
         num_heads: Number of heads, H.
@@ -446,8 +447,10 @@ class Pattern:
 
     def union(self) -> "Pattern":
         """The pattern, the same in all heads, that keeps each pair that some head keeps."""
-        if self.stored_heads == 1:
-            return self
+        return self if self.stored_heads == 1 else self._union
+
+    @cached_property
+    def _union(self) -> "Pattern":
         if self.offsets is not None:
             return self._like_offsets([{o for head in self.offsets for o in head}])
         head, query, key = self._patch_pairs()

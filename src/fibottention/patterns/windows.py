@@ -23,7 +23,13 @@ def dense(num_heads: int, num_tokens: int, *, prefix_tokens: int = 0) -> Pattern
 
 
 def sliding_window(
-    num_heads: int, num_tokens: int, window: int, *, include_self: bool = True, prefix_tokens: int = 0
+    num_heads: int,
+    num_tokens: int,
+    window: int,
+    *,
+    include_self: bool = True,
+    prefix_tokens: int = 0,
+    allow_empty: bool = False,
 ) -> Pattern:
     """Each query sees the ``window`` tokens on each side of it. Prefix tokens see and are seen by all tokens.
 
@@ -33,8 +39,17 @@ def sliding_window(
         window: Tokens on each side, at least 0 (1 keeps three keys per query).
         include_self: Keep the token itself too.
         prefix_tokens: Number of prefix tokens.
+        allow_empty: Accept queries that keep no key.
     """
-    return dilated_window(num_heads, num_tokens, window, 1, include_self=include_self, prefix_tokens=prefix_tokens)
+    return dilated_window(
+        num_heads,
+        num_tokens,
+        window,
+        1,
+        include_self=include_self,
+        prefix_tokens=prefix_tokens,
+        allow_empty=allow_empty,
+    )
 
 
 def dilated_window(
@@ -45,6 +60,7 @@ def dilated_window(
     *,
     include_self: bool = True,
     prefix_tokens: int = 0,
+    allow_empty: bool = False,
 ) -> Pattern:
     """Each query sees the distances ``dilation * n`` for n up to ``window``, the paper's constant sequence.
 
@@ -57,6 +73,7 @@ def dilated_window(
         dilation: Step between distances, at least 1; one number for all heads or one per head.
         include_self: Keep the token itself too.
         prefix_tokens: Number of prefix tokens.
+        allow_empty: Accept queries that keep no key.
 
     Raises:
         ValueError: If a number is out of range.
@@ -67,7 +84,9 @@ def dilated_window(
     if any(d < 1 for d in dilations):
         raise ValueError(f"dilation must be at least 1, got {min(dilations)}")
     signed = [[d * n for n in range(-window, window + 1) if n or include_self] for d in dilations]
-    return Pattern.from_offsets(signed, num_tokens, num_heads=num_heads, prefix_tokens=prefix_tokens)
+    return Pattern.from_offsets(
+        signed, num_tokens, num_heads=num_heads, prefix_tokens=prefix_tokens, allow_empty=allow_empty
+    )
 
 
 def exponential(
@@ -78,6 +97,7 @@ def exponential(
     *,
     include_self: bool = True,
     prefix_tokens: int = 0,
+    allow_empty: bool = False,
 ) -> Pattern:
     """Each query sees the distances 1, base, base^2, ..., the paper's exponential sequence.
 
@@ -90,6 +110,7 @@ def exponential(
         window: Largest distance (inclusive); ``num_tokens // 3`` if None.
         include_self: Keep the token itself too.
         prefix_tokens: Number of prefix tokens.
+        allow_empty: Accept queries that keep no key.
 
     Raises:
         ValueError: If ``base`` is below 2.
@@ -103,7 +124,9 @@ def exponential(
         distances.append(term)
         term *= base
     signed = [s * d for d in distances for s in (1, -1)]
-    return Pattern.from_offsets([signed], num_tokens, num_heads=num_heads, prefix_tokens=prefix_tokens)
+    return Pattern.from_offsets(
+        [signed], num_tokens, num_heads=num_heads, prefix_tokens=prefix_tokens, allow_empty=allow_empty
+    )
 
 
 def longformer(
