@@ -17,7 +17,21 @@ TINY_WORDS = [
 ]  # fmt: skip
 
 
+SPARSE_WORDS = ["--model.options.patch_size=2", "--data.limit=120", "--train.batch_size=20"]
+"""After TINY_WORDS: 196 tokens, at which `auto` computes just the kept pairs, and fewer images."""
+
+
+def sparse_config(epochs: int = 2, drop_path: float = 0.0) -> ClassificationConfig:
+    """196 tokens, at which `auto` computes just the kept pairs."""
+    config = tiny_config(epochs, drop_path)
+    config.model.options["patch_size"] = 2
+    config.data.limit = 120
+    config.train.batch_size = 20
+    return config
+
+
 def tiny_config(epochs: int = 2, drop_path: float = 0.0) -> ClassificationConfig:
+    """16 tokens, at which `auto` masks dense attention."""
     return ClassificationConfig(
         data=DataConfig(image_size=28, workers=0, limit=240),
         model=ModelConfig(name="vit_tiny_patch16_224", in_chans=1, drop_path=drop_path, options=dict(TINY_OPTIONS)),

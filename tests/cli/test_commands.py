@@ -15,7 +15,7 @@ from PIL import Image
 from fibottention.cli import main
 from fibottention.training.run import Run, load_weights
 from tests.pictures import break_images, photo_folder
-from tests.tiny import TINY_WORDS
+from tests.tiny import SPARSE_WORDS, TINY_WORDS
 
 COMMAND = [sys.executable, "-m", "fibottention.cli"]
 
@@ -62,6 +62,9 @@ def test_evaluate(photos):
     assert content["top1"] == pytest.approx(Run(folder / "run").read_json("best.json")["top1"])
     assert content["images"] == 15
     assert len(content["unreadable"]) == 3
+    checkpoint = run("evaluate", folder / "run" / "checkpoints" / "epoch_0004", "--json", cwd=folder)
+    last = Run(folder / "run").metrics()[-1]
+    assert json.loads(checkpoint.stdout)["top1"] == pytest.approx(last["top1"])
     table = run("evaluate", folder / "run" / "best.safetensors", cwd=folder)
     assert "recall of coffee" in table.stdout
 
@@ -98,20 +101,21 @@ def test_the_demo_compares_two_runs(tmp_path):
 
 
 def test_killed_in_an_epoch_and_resumed_gives_the_same_weights(tmp_path):
-    words = [*TINY_WORDS, "--train.epochs=6", "--model.drop_path=0.1", "--data.limit=1200"]
+    words = [*TINY_WORDS, *SPARSE_WORDS, "--train.epochs=5", "--model.drop_path=0.1"]
     assert run("train", *words, "--train.output=whole", cwd=tmp_path).returncode == 0
     killed = subprocess.Popen(
         [*COMMAND, "train", *words, "--train.output=killed"], cwd=tmp_path, stdout=subprocess.DEVNULL
     )
-    record = tmp_path / "killed" / "metrics.jsonl"
+    finished = tmp_path / "killed" / "checkpoints" / "epoch_0001"
     deadline = time.time() + 300
-    while not record.exists() and killed.poll() is None and time.time() < deadline:
+    while not finished.exists() and killed.poll() is None and time.time() < deadline:
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    assert 1 <= len(Run(tmp_path / "killed").metrics()) < 6
+    assert 1 <= len(Run(tmp_path / "killed").metrics()) < 5
     resumed = run("train", "--resume", "killed", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
+    assert "resumed after epoch " in resumed.stdout
     whole, killed_weights = last_weights(tmp_path / "whole"), last_weights(tmp_path / "killed")
     assert whole.keys() == killed_weights.keys()
     assert all(torch.equal(whole[name], killed_weights[name]) for name in whole)
@@ -134,11 +138,12 @@ def test_interrupt_says_how_to_go_on(tmp_path):
 
 
 def test_two_processes_train_like_one(tmp_path):
-    words = [*TINY_WORDS, "--train.device=cpu", "--data.limit=246"]  # 41 validation images: an odd number
-    assert run("train", *words, "--train.batch_size=40", "--train.output=one", cwd=tmp_path).returncode == 0
+    # 21 validation images, an odd number
+    words = [*TINY_WORDS, *SPARSE_WORDS, "--train.device=cpu", "--data.limit=126"]
+    assert run("train", *words, "--train.batch_size=20", "--train.output=one", cwd=tmp_path).returncode == 0
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
     result = subprocess.run(
-        [*launch, "fibottention.cli", "train", *words, "--train.batch_size=20", "--train.output=two"],
+        [*launch, "fibottention.cli", "train", *words, "--train.batch_size=10", "--train.output=two"],
         cwd=tmp_path, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
@@ -149,7 +154,7 @@ def test_two_processes_train_like_one(tmp_path):
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-4)
     for name in ("one", "two"):
         confusion = torch.tensor(Run(tmp_path / name).read_json("best.json")["confusion"])
-        assert confusion.sum() == 41, "every validation image once"
+        assert confusion.sum() == 21, "every validation image once"
 
 
 def test_inspect(tmp_path):
@@ -176,6 +181,12 @@ def test_inspect(tmp_path):
         (["inspect", "longformer", "--head-dim", "0"], "--head-dim is out of range: 0"),
         (["inspect", "longformer", "--output", "no/such/folder.png"], "the folder no/such does not exist"),
         (["inspect"], "required: SPEC"),
+        (["inspect", "longformer", "--output", "."], "--output: . is a folder, not a file"),
+        (["inspect", "bigbird", "--random_keys", "-1"], "random_keys must be at least 0, got -1"),
+        (["inspect", "--window", "-3", "longformer"], "window must be at least 0, got -3"),
+        (["report", "nothing", "--output", "/tmp"], "--output: /tmp is a folder, not a file"),
+        (["train", "demo", "--augment.label_smoothing=2"], "augment.label_smoothing must be in 0 .. 0.99"),
+        (["train", "demo", "--data.workers=-1"], "data.workers must be at least 0"),
         (["evaluate", "nothing"], "nothing does not exist; give the folder of a run"),
         (["predict", "nothing", "a.png"], "nothing does not exist"),
         (["report", "nothing"], "nothing does not exist"),
@@ -206,6 +217,17 @@ def test_bad_input_of_a_real_process(tmp_path):
     assert result.returncode == 2
     assert result.stderr == "fibottention: there is no option --optim.lrr; did you mean '--optim.lr'?\n"
     assert result.stdout == ""
+
+
+def test_unreadable_images_to_predict_are_named(photos, tmp_path, capsys):
+    folder, _, _ = photos
+    broken = break_images(photo_folder(tmp_path) / "val")
+    for path in (*broken, tmp_path):
+        assert main(["predict", str(folder / "run"), str(path)]) == 2
+        error = capsys.readouterr().err
+        assert str(path) in error
+        assert "not a readable image" in error or "a folder, not an image" in error
+        assert error.count("\n") == 1
 
 
 def test_strict_stops_at_a_corrupt_image(photos, tmp_path):

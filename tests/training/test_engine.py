@@ -12,7 +12,7 @@ from fibottention.tasks.classification.runs import train_classification
 from fibottention.tasks.classification.task import ClassificationTask
 from fibottention.training.engine import Trainer, make_accelerator
 from fibottention.training.run import Run, load_weights
-from tests.tiny import tiny_config
+from tests.tiny import sparse_config, tiny_config
 
 
 def last_weights(folder) -> dict[str, torch.Tensor]:
@@ -63,8 +63,17 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
     assert not equal(last_weights(tmp_path / "a"), last_weights(tmp_path / "c"))
 
 
-def test_a_resumed_run_ends_with_the_same_weights(tmp_path, monkeypatch):
-    config = tiny_config(epochs=3, drop_path=0.2)
+def test_the_sparse_configuration_is_computed_sparsely():
+    from fibottention import explain_backend
+
+    attention = ClassificationTask(sparse_config()).model.blocks[0].attn
+    q = torch.zeros(1, attention.num_heads, 197, attention.head_dim)
+    assert explain_backend(q, attention.sparse.pattern(197)).backend == "gather"
+
+
+@pytest.mark.parametrize("make_config", [tiny_config, sparse_config])
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path, monkeypatch, make_config):
+    config = make_config(epochs=3, drop_path=0.2)
     config.optim.ema_decay = 0.9
     config.augment.mixup = 0.4
     config.augment.random_erasing = 0.3
@@ -123,6 +132,17 @@ def test_learning_rate_warms_up_and_falls_to_its_minimum(tmp_path):
     assert all(a > b for a, b in zip(rates[warm:], rates[warm + 1 :], strict=False))
 
 
+def test_steps_of_the_rate_count_from_the_start(tmp_path):
+    config = tiny_config(epochs=6)
+    config.optim.schedule, config.optim.milestones, config.optim.warmup_epochs = "multistep", [3, 5], 1
+    trainer = trainer_of(config, tmp_path / "run")
+    rates = []
+    for epoch in range(6):
+        trainer.scheduler.step_update(epoch * trainer.updates_per_epoch + 1)
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    assert rates[1:] == pytest.approx([2e-3, 2e-3, 2e-4, 2e-4, 2e-5])
+
+
 def test_default_learning_rate_scales_with_the_batch(tmp_path):
     config = tiny_config()
     config.optim.lr = None
@@ -149,9 +169,10 @@ def test_moving_average_is_what_is_evaluated_and_saved(tmp_path):
     assert not equal(trainer.run.weights(), last_weights(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_mixed_precision(tmp_path, precision):
-    config = tiny_config()
+@pytest.mark.parametrize("make_config", [tiny_config, sparse_config])
+@pytest.mark.parametrize("precision", [None, "no", "bf16"])
+def test_mixed_precision(tmp_path, precision, make_config):
+    config = make_config()
     config.train.mixed_precision = precision
     assert math.isfinite(train_classification(config, tmp_path / "run", command="")["top1"])
 
@@ -172,6 +193,15 @@ def test_a_diverging_run_stops_with_advice(tmp_path):
         (lambda c: setattr(c.optim, "name", "adamq"), "optim.name=adamq cannot be made"),
         (lambda c: setattr(c.optim, "schedule", "cosin"), "optim.schedule=cosin cannot be made"),
         (lambda c: setattr(c.optim, "warmup_epochs", 9), "optim.warmup_epochs must be at least 0 and less than"),
+        (lambda c: setattr(c.optim, "schedule", "none"), "optim.schedule=none .* use constant"),
+        (lambda c: setattr(c.optim, "clip_grad", -1.0), "optim.clip_grad must be at least 1e-12, got -1.0"),
+        (lambda c: setattr(c.augment, "label_smoothing", 2.0), "augment.label_smoothing must be in 0 .. 0.99, got 2.0"),
+        (lambda c: setattr(c.augment, "mixup", -1.0), "augment.mixup must be at least 0, got -1.0"),
+        (lambda c: setattr(c.augment, "flip", 2.0), "augment.flip must be in 0 .. 1, got 2.0"),
+        (lambda c: setattr(c.augment, "scale", (0.5, 0.2)), "augment.scale must be two numbers"),
+        (lambda c: setattr(c.data, "workers", -1), "data.workers must be at least 0, got -1"),
+        (lambda c: setattr(c.model, "drop_path", 2.0), "model.drop_path must be in 0 .. 0.99, got 2.0"),
+        (lambda c: setattr(c.train, "seed", -1), "train.seed must be at least 0, got -1"),
         (lambda c: setattr(c.optim, "ema_decay", 1.5), "optim.ema_decay must be between 0 and 1, got 1.5"),
         (lambda c: setattr(c.train, "device", "mps"), "train.device=mps is not available on this machine"),
     ],

@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
+from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 
 from fibottention.adapters.timm import sparsify
@@ -48,7 +49,8 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
         model = copy.deepcopy(model)
         sparsify(model, Dense())
     captured: dict[str, tuple[Tensor, Tensor, float | None]] = {}
-    modules = {name: m for name, m in model.named_modules() if isinstance(m, PatternAttention)}
+    windowed = [f"{name}.sparse" for name, m in model.named_modules() if isinstance(m, WindowAttention)]
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, PatternAttention) and name not in windowed}
 
     def capture(name: str):
         def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> None:
@@ -68,9 +70,8 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
             hook.remove()
     maps = []
     for name, (q, k, scale) in captured.items():
-        if q.shape[0] == len(images):
-            values = _map(modules[name], q, k, scale)
-            maps.append(AttentionMap(name.removesuffix(".sparse"), values, modules[name].prefix_tokens > 0))
+        values = _map(modules[name], q, k, scale)
+        maps.append(AttentionMap(name.removesuffix(".sparse"), values, modules[name].prefix_tokens > 0))
     return maps
 
 

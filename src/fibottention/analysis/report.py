@@ -23,7 +23,7 @@ from fibottention.errors import UserError
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.data import eval_transform, open_image
-from fibottention.tasks.classification.runs import environment, load_model
+from fibottention.tasks.classification.runs import load_model
 from fibottention.training.run import Run, write_atomically
 
 __all__ = ["write_report"]
@@ -69,7 +69,7 @@ def write_report(runs: Sequence[str | Path], output: str | Path) -> Path:
     pages = [_page(Path(run), names[i], _COLOURS[i % len(_COLOURS)]) for i, run in enumerate(runs)]
     environment_ = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment_.from_string(files("fibottention.analysis").joinpath("report.html.j2").read_text())
-    html = template.render(pages=pages, curves=_encode(_curves(pages)), environment=environment())
+    html = template.render(pages=pages, curves=_encode(_curves(pages)))
     output = Path(output)
     if output.parent != Path() and not output.parent.is_dir():
         raise UserError(f"the folder {output.parent} of the report does not exist")

@@ -4,10 +4,10 @@ import json
 import sys
 
 import torch
-from rich.console import Console
+from accelerate.utils import gather_object
 from rich.table import Table
 
-from fibottention.cli.options import CommandParser
+from fibottention.cli.options import CommandParser, make_console
 from fibottention.errors import UserError
 from fibottention.tasks.classification.runs import load_model
 from fibottention.tasks.classification.task import ClassificationTask
@@ -19,7 +19,7 @@ __all__ = ["run"]
 def run(words: list[str]) -> int:
     """Run the command; returns the exit code."""
     parser = CommandParser(prog="fibottention evaluate", description="Evaluate a trained model on validation images.")
-    parser.add_argument("run", metavar="RUN|CHECKPOINT", help="folder of a run, or a file of weights in one")
+    parser.add_argument("run", metavar="RUN|CHECKPOINT", help="folder of a run, or a checkpoint in it")
     parser.add_argument("--root", help="folder with the data, if not where it was in training")
     parser.add_argument("--split", help="name of the validation split or folder")
     parser.add_argument("--batch-size", type=int, help="images per step")
@@ -43,15 +43,16 @@ def run(words: list[str]) -> int:
             f"the model ({len(classes)}: {', '.join(classes[:3])}, ...)"
         )
     task.model.load_state_dict(model.state_dict())
-    model, loader = accelerator.prepare(task.model, task.val_loader)
-    model.eval()
+    model = task.model.to(accelerator.device).eval()
+    loader = task.val_loader if task.is_stream else accelerator.prepare(task.val_loader)
+    batches = ([tensor.to(accelerator.device) for tensor in batch] for batch in loader)
     with torch.no_grad(), accelerator.autocast():
-        result = task.evaluate(model, iter(loader), accelerator)
+        result = task.evaluate(model, batches, accelerator)
+    unreadable = sorted(gather_object(task.unreadable()))
     if not accelerator.is_main_process:
         return 0
     confusion = torch.tensor(result.details["confusion"])
     recall = (confusion.diagonal() / confusion.sum(1).clamp(min=1)).tolist()
-    unreadable = task.unreadable()
     if arguments.json:
         content = {
             **result.metrics,
@@ -62,7 +63,7 @@ def run(words: list[str]) -> int:
         }
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
         return 0
-    console = Console()
+    console = make_console()
     table = Table(title=f"{arguments.run} on {result.details['images']} images")
     table.add_column("metric")
     table.add_column("value", justify="right")
@@ -74,5 +75,5 @@ def run(words: list[str]) -> int:
             table.add_row(f"recall of {name} ({count})", f"{value:.2%}")
     console.print(table)
     for name in unreadable:
-        console.print(f"could not be read: {name}", highlight=False, soft_wrap=True)
+        console.print(f"could not be read: {name}", soft_wrap=True)
     return 0

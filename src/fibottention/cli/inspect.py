@@ -5,11 +5,10 @@ import json
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from fibottention.analysis.masks import draw_masks
-from fibottention.cli.options import CommandParser, describe_specs
+from fibottention.cli.options import CommandParser, check_output, describe_specs, make_console
 from fibottention.errors import UserError
 from fibottention.patterns.pattern import Pattern
 from fibottention.specs import make_spec
@@ -35,10 +34,9 @@ def run(words: list[str]) -> int:
     parser.add_argument("--layer", type=int, default=0, help="index of the layer, for shuffled heads (default 0)")
     parser.add_argument("--output", type=Path, help="PNG of the masks (default SPEC.png)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    arguments, rest = parser.parse_known_args(words)
-    options, unexpected = spec_options(rest, "--")
-    if unexpected:
-        raise UserError(f"unexpected word {unexpected[0]!r}; options of the spec are written --option value")
+    own = {"--tokens", "--heads", "--prefix", "--head-dim", "--layer", "--output", "--json", "--help", "-h"}
+    options, rest = spec_options(words, "--", keep=own)
+    arguments = parser.parse_args(rest)
     for name in ("head_dim", "layer"):
         if getattr(arguments, name) < (name == "head_dim"):
             raise UserError(f"--{name.replace('_', '-')} is out of range: {getattr(arguments, name)}")
@@ -48,8 +46,7 @@ def run(words: list[str]) -> int:
     except ValueError as error:
         raise UserError(str(error)) from error
     picture = arguments.output or Path(f"{spec.name}.png")
-    if not picture.parent.is_dir():
-        raise UserError(f"--output: the folder {picture.parent} does not exist")
+    check_output(picture)
     title = f"{spec.name}, {arguments.heads} heads, {arguments.prefix} + {arguments.tokens} tokens"
     write_atomically(picture, lambda path: draw_masks(pattern, path, title))
     if arguments.json:
@@ -84,7 +81,7 @@ def _summary(pattern: Pattern, spec: dict[str, object], head_dim: int, picture: 
 
 
 def _print(pattern: Pattern, title: str, head_dim: int, picture: Path) -> None:
-    console = Console()
+    console = make_console()
     table = Table(title=title)
     for column in ("head", "distances |query - key|", "patch pairs", "patch density"):
         table.add_column(column, justify="left" if column.startswith("dist") else "right")
@@ -105,6 +102,5 @@ def _print(pattern: Pattern, title: str, head_dim: int, picture: Path) -> None:
         f"all pairs   {pattern.nnz:,} of {pattern.num_heads * pattern.sequence_length**2:,} ({pattern.density():.3%})\n"
         f"MACs        {pattern.macs(head_dim) / 1e6:.3f} M of {dense / 1e6:.3f} M (QK^T and AV, head_dim {head_dim})\n"
         f"masks       {picture}",
-        highlight=False,
         soft_wrap=True,
     )

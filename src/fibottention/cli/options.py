@@ -1,20 +1,49 @@
 """What the commands share in reading their arguments."""
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from fibottention.errors import UserError
 from fibottention.specs import make_spec, spec_names
 
-__all__ = ["CommandParser", "describe_specs"]
+__all__ = ["CommandParser", "check_output", "describe_specs", "is_main_process", "make_console"]
 
 
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that reports errors like the rest of the program."""
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+
     def error(self, message: str) -> Any:
         """Raise instead of printing the usage and exiting."""
         raise UserError(message)
+
+
+def make_console() -> Console:
+    """A console that prints names as they are, brackets included."""
+    return Console(markup=False, highlight=False)
+
+
+def is_main_process() -> bool:
+    """Whether this is the first of the processes that a launcher started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_output(path: Path) -> None:
+    """Check that a file can be made at a path, before the work is done.
+
+    Raises:
+        UserError: If it is a folder, or the folder it is in does not exist.
+    """
+    if path.is_dir():
+        raise UserError(f"--output: {path} is a folder, not a file")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--output: the folder {path.parent} does not exist")
 
 
 def describe_specs() -> str:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from rich.console import Console
 from rich.table import Table
 
-from fibottention.cli.options import CommandParser
+from fibottention.cli.options import CommandParser, make_console
 from fibottention.errors import UserError
 from fibottention.tasks.classification.data import eval_transform, open_image
 from fibottention.tasks.classification.runs import load_model
@@ -20,7 +19,7 @@ __all__ = ["run"]
 def run(words: list[str]) -> int:
     """Run the command; returns the exit code."""
     parser = CommandParser(prog="fibottention predict", description="Classify images with a trained model.")
-    parser.add_argument("run", metavar="RUN|CHECKPOINT", help="folder of a run, or a file of weights in one")
+    parser.add_argument("run", metavar="RUN|CHECKPOINT", help="folder of a run, or a checkpoint in it")
     parser.add_argument("images", metavar="IMAGE", nargs="+", type=Path, help="image files")
     parser.add_argument("--top", type=int, default=5, help="classes to show per image (default 5)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -35,7 +34,10 @@ def run(words: list[str]) -> int:
             with Image.open(path) as image:
                 tensor = transform(open_image(image, config.model.in_chans))
         except Exception as error:
-            reason = "no such file" if not path.is_file() else f"not a readable image ({type(error).__name__})"
+            if path.is_file():
+                reason = f"not a readable image ({type(error).__name__})"
+            else:
+                reason = "a folder, not an image" if path.is_dir() else "no such file"
             raise UserError(f"cannot read {path}: {reason}") from error
         with torch.no_grad():
             probabilities = model(tensor.unsqueeze(0)).float().softmax(-1)[0]
@@ -53,5 +55,5 @@ def run(words: list[str]) -> int:
         for i, entry in enumerate(prediction["predictions"]):
             table.add_row(prediction["image"] if i == 0 else "", entry["class"], f"{entry['probability']:.2%}")
         table.add_section()
-    Console().print(table)
+    make_console().print(table)
     return 0

@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
 from fibottention.analysis.report import write_report
-from fibottention.cli.options import CommandParser
+from fibottention.cli.options import CommandParser, check_output, make_console
 
 __all__ = ["run"]
 
@@ -16,6 +14,8 @@ def run(words: list[str]) -> int:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--output", type=Path, help="HTML file (default: report.html in the first run's folder)")
     arguments = parser.parse_args(words)
+    if arguments.output is not None:
+        check_output(arguments.output)
     written = write_report(arguments.runs, arguments.output or arguments.runs[0] / "report.html")
-    Console().print(f"report: {written}", highlight=False, soft_wrap=True)
+    make_console().print(f"report: {written}", soft_wrap=True)
     return 0

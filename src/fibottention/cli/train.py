@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fibottention.cli.options import describe_specs
+from fibottention.cli.options import describe_specs, is_main_process, make_console
 from fibottention.errors import UserError
 from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.options import classification_config, group_parser, load_recipe
@@ -39,7 +39,7 @@ def run(words: list[str]) -> int:
         return 0
     # A polite kill ends like Ctrl-C: the run can be resumed after its last whole epoch.
     signal.signal(signal.SIGTERM, _interrupt)
-    console = Console()
+    console = make_console()
     if "--resume" in words or any(word.startswith("--resume=") for word in words):
         return _resume(words, console)
     recipe_name = words.pop(0) if words and not words[0].startswith("-") else None
@@ -73,13 +73,14 @@ def _train(config: ClassificationConfig, folder: str, command: str | None, conso
     try:
         summary = train_classification(config, folder, command=command, console=console)
     except KeyboardInterrupt:
-        sys.stderr.write(f"fibottention: stopped; continue with: fibottention train --resume {shlex.quote(folder)}\n")
+        if is_main_process():
+            again = f"fibottention train --resume {shlex.quote(folder)}"
+            sys.stderr.write(f"fibottention: stopped; continue with: {again}\n")
         return 130
     if summary is not None:
         console.print(
             f"best top-1 {summary['top1']:.2f} % after epoch {summary['best_epoch']}; run in {folder}; "
             f"next: fibottention report {folder}",
-            highlight=False,
             soft_wrap=True,
         )
     return 0
@@ -99,7 +100,9 @@ def _demo(recipe: dict[str, Any], words: list[str], command: str, console: Conso
         try:
             summary = train_classification(config, folder, command=command, console=console)
         except KeyboardInterrupt:
-            sys.stderr.write("fibottention: stopped\n")
+            if is_main_process():
+                again = f"fibottention train --resume {shlex.quote(folder)}"
+                sys.stderr.write(f"fibottention: stopped; continue this run with: {again}\n")
             return 130
         if summary is not None:
             summaries[name] = summary
@@ -120,5 +123,5 @@ def _demo(recipe: dict[str, Any], words: list[str], command: str, console: Conso
     report = Path(parent) / "report.html"
     write_report([Path(parent) / name for name in names], report)
     classes = len(next(iter(summaries.values()))["classes"])
-    console.print(f"chance is {100 / classes:.0f} %; report: {report}", highlight=False, soft_wrap=True)
+    console.print(f"chance is {100 / classes:.0f} %; report: {report}", soft_wrap=True)
     return 0

@@ -152,6 +152,7 @@ def attention_layer(spec: AttentionSpec, *, prefix_tokens: int = 1, backend: Bac
             super().__init__(
                 *args, **kwargs, spec=spec, prefix_tokens=prefix_tokens, layer=next(layers), backend=backend
             )
-            self.__class__ = SparseAttention  # a local class could not be pickled
+            # A local class could not be pickled.
+            self.__class__ = SparseAttention  # pyright: ignore[reportAttributeAccessIssue]
 
     return SpecAttention

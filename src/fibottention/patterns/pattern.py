@@ -79,8 +79,8 @@ class Pattern:
     the same in all heads is stored once.
 
     Make one with `Pattern.from_offsets`, `Pattern.from_rows`, `Pattern.from_mask` or a factory of
-    `fibottention.patterns`. Patterns of one form with the same pairs are one object, so they share what is computed from
-    them.
+    `fibottention.patterns`. Patterns of one form with the same pairs are one object, so they share what is computed
+    from them.
 
     Attributes:
         num_heads: Number of heads, H.

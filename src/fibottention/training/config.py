@@ -20,6 +20,7 @@ class OptimConfig:
         layer_decay: Factor of the learning rate from each layer to the one below it; none if null.
         schedule: Schedule, by timm's name (cosine, step, multistep, constant, ...), stepped after each update.
         milestones: Epochs at which the multistep schedule multiplies the rate by decay_rate.
+        decay_epochs: Epochs after which the step schedule multiplies the rate by decay_rate, again and again.
         decay_rate: Factor of the step and multistep schedules.
         warmup_epochs: Epochs of linear warm-up.
         warmup_lr: Learning rate at the start of the warm-up.
@@ -37,6 +38,7 @@ class OptimConfig:
     layer_decay: float | None = None
     schedule: str = "cosine"
     milestones: list[int] | None = None
+    decay_epochs: float = 30.0
     decay_rate: float = 0.1
     warmup_epochs: float = 5.0
     warmup_lr: float = 1e-6
@@ -55,7 +57,7 @@ class TrainConfig:
         gradient_accumulation: Steps per update of the weights.
         seed: Seed of the weights, the order of the data, augmentation and dropout.
         device: auto, cpu, cuda or mps; auto takes a GPU where there is one.
-        mixed_precision: Autocast dtype: no, bf16 or fp16.
+        mixed_precision: Autocast dtype: no, bf16 or fp16; what accelerate launch says, else no, if null.
         output: Folder of the run; a new one under runs/ if null.
     """
 
@@ -64,5 +66,5 @@ class TrainConfig:
     gradient_accumulation: int = 1
     seed: int = 0
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     output: str | None = None

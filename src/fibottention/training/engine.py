@@ -94,11 +94,11 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     for name, value in (("train.gradient_accumulation", train.gradient_accumulation), ("train.epochs", train.epochs)):
         if value < 1:
             raise UserError(f"{name} must be at least 1, got {value}")
-    # Accelerate allows one configuration a process; each run has its own. The process group stays.
-    AcceleratorState._reset_state()
+    # Accelerate allows one configuration a process; each run has its own. A process group stays.
+    AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     try:
         return Accelerator(
-            mixed_precision=train.mixed_precision,
+            mixed_precision=train.mixed_precision,  # None is what accelerate launch says, or no
             gradient_accumulation_steps=train.gradient_accumulation,
             cpu=train.device == "cpu",
             step_scheduler_with_optimizer=False,
@@ -139,6 +139,8 @@ class Trainer:
             self.model, self.optimizer, self.train_loader, self.val_loader = accelerator.prepare(
                 task.model, optimizer, task.train_loader, task.val_loader
             )
+        if task.is_stream and train.gradient_accumulation > 1:
+            raise UserError("train.gradient_accumulation must be 1 with streamed data, whose epochs end unevenly")
         self.ema: ModelEmaV3 | None = None
         if optim.ema_decay is not None:
             if not 0 < optim.ema_decay < 1:
@@ -179,19 +181,22 @@ class Trainer:
             raise UserError(
                 f"optim.warmup_epochs must be at least 0 and less than train.epochs={epochs}, got {optim.warmup_epochs}"
             )
+        if optim.schedule == "none":
+            raise UserError("optim.schedule=none would ignore the warm-up and the layer decay; use constant")
+        # A falling schedule starts after the warm-up and ends with the last epoch; steps count from the start.
+        prefix = optim.schedule in ("cosine", "tanh", "poly")
         try:
-            # With warmup_prefix the schedule starts after the warm-up; it must still end with the last epoch.
             scheduler, _ = create_scheduler_v2(
                 optimizer,
                 sched=optim.schedule,
-                num_epochs=epochs - optim.warmup_epochs,  # pyright: ignore[reportArgumentType]
-                decay_epochs=30,
+                num_epochs=epochs - prefix * optim.warmup_epochs,  # pyright: ignore[reportArgumentType]
+                decay_epochs=optim.decay_epochs,
                 decay_milestones=optim.milestones or [],
                 decay_rate=optim.decay_rate,
                 min_lr=optim.min_lr,
                 warmup_lr=optim.warmup_lr,
                 warmup_epochs=optim.warmup_epochs,  # pyright: ignore[reportArgumentType]
-                warmup_prefix=True,
+                warmup_prefix=prefix,
                 step_on_epochs=False,
                 updates_per_epoch=self.updates_per_epoch,
             )
@@ -233,10 +238,9 @@ class Trainer:
         self.model.train()
         losses: list[Tensor] = []
         step_times: list[float] = []
-        samples = 0
-        start = time.perf_counter()
+        samples = last_timed = 0
+        start = mark = time.perf_counter()
         for step, batch in enumerate(self._batches(self.train_loader)):
-            step_start = time.perf_counter()
             update = epoch * self.updates_per_epoch + step // self.train.gradient_accumulation
             if self.scheduler is not None:
                 self.scheduler.step_update(update)
@@ -251,9 +255,6 @@ class Trainer:
             if self.ema is not None and accelerator.sync_gradients:
                 self.ema.update(accelerator.unwrap_model(self.model), step=update)
             losses.append(loss.detach())
-            if accelerator.device.type == "cuda":
-                torch.cuda.synchronize()
-            step_times.append(time.perf_counter() - step_start)
             samples += self.task.batch_length(batch) * accelerator.num_processes
             if step % 10 == 9 or step + 1 == self.steps_per_epoch:
                 value = float(losses[-1])
@@ -262,7 +263,11 @@ class Trainer:
                         f"the loss became {value} in epoch {epoch + 1}; lower optim.lr (now {self.lr:g}), set "
                         "optim.clip_grad, or train without mixed precision"
                     )
-                rate = samples / (time.perf_counter() - start)
+                # Reading the loss has waited for the device, so the time of the steps since the last time is known.
+                now = time.perf_counter()
+                step_times.append((now - mark) / (step + 1 - last_timed))
+                mark, last_timed = now, step + 1
+                rate = samples / (now - start)
                 status = f"loss {value:.3f}  {rate:.0f} images/s"
                 progress.update(
                     bar,
@@ -361,3 +366,5 @@ class Trainer:
         self.console.print(f"{len(names)} images could not be read (listed in {path}):", highlight=False)
         for name in names[:10]:
             self.console.print(f"  {name}", highlight=False, soft_wrap=True)
+        if len(names) > 10:
+            self.console.print(f"  and {len(names) - 10} more", highlight=False)

@@ -130,12 +130,12 @@ class Run:
     def read_json(self, name: str) -> Any | None:
         """Read a JSON file of the run, None if there is none."""
         path = self.folder / name
-        return json.loads(path.read_text()) if path.is_file() else None
+        return _parse_json(path, path.read_text()) if path.is_file() else None
 
     def metrics(self) -> list[dict[str, Any]]:
         """One record per epoch."""
         path = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines() if line] if path.is_file() else []
+        return [_parse_json(path, line) for line in path.read_text().splitlines() if line] if path.is_file() else []
 
     def write_metrics(self, records: Iterable[dict[str, Any]]) -> None:
         """Replace the records of all epochs."""
@@ -175,6 +175,13 @@ class Run:
         if not self.best_path.is_file():
             raise UserError(f"{self.folder} has no weights yet: no epoch has been finished")
         return load_weights(self.best_path)
+
+
+def _parse_json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is damaged: {error}") from error
 
 
 def _contiguous(weights: dict[str, Tensor]) -> dict[str, Tensor]:

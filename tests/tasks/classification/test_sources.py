@@ -147,6 +147,11 @@ def test_image_folder(tmp_path):
     with pytest.raises(UserError, match="one folder of images per class: found no valid file for the classes dog"):
         open_source(config, False)
     shutil.rmtree(root / "holdout" / "dog")
+    (root / "train").rename(root / "elsewhere")
+    assert len(open_source(config, False)) == 12  # evaluation needs no training images
+    with pytest.raises(UserError, match="has no folder train"):
+        open_source(config, True)
+    (root / "elsewhere").rename(root / "train")
     shutil.rmtree(root / "holdout" / "cat")
     with pytest.raises(UserError, match="differ in their classes: cat"):
         open_source(config, False)
@@ -180,6 +185,7 @@ def test_limit_takes_evenly_from_all_classes():
         (DataConfig(name="folder", root="/no/such"), "data.root=/no/such is not a folder"),
         (DataConfig(name="mnist", root=str(Path(__file__).parent)), "holds no train-images-idx3-ubyte or"),
         (DataConfig(limit=0), "data.limit must be at least 1, got 0"),
+        (DataConfig(val_split="test"), "have no meaning for data.name=fashion-mnist-subset"),
     ],
 )
 def test_bad_options_are_named(config, message):

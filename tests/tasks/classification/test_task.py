@@ -87,7 +87,20 @@ def test_weights_that_do_not_fit_are_listed():
     [
         (lambda c: setattr(c.model, "name", "vit_tyni_patch16_224"), "no model is named .* did you mean 'vit_tiny"),
         (lambda c: c.model.options.update(num_heads=5), "cannot be made: dim should be divisible by num_heads"),
-        (lambda c: c.model.options.update(colour=1), "vit_tiny_patch16_224: .*colour"),
+        (lambda c: c.model.options.update(num_heads=0), "cannot be made"),
+        (lambda c: c.model.options.update(depth=0), "it has no blocks"),
+        (lambda c: c.model.options.update(colour=1), "vit_tiny_patch16_224 cannot be made: .*colour"),
+        (lambda c: c.model.options.update(num_classes=5), "num_classes=5 differs from the 10 classes"),
+        (lambda c: c.model.options.update(in_chans=3), "must not hold in_chans; use model.in_chans"),
+        (lambda c: c.model.options.update(img_size=32), "must not hold img_size; use data.image_size"),
+        (
+            lambda c: (setattr(c.model, "name", "resnet18"), setattr(c, "attention", {"name": "none"})),
+            "model resnet18 cannot be made: .*patch_size",
+        ),
+        (
+            lambda c: (c.attention.update(fill="zero"), c.model.options.update(attn_drop_rate=0.1)),
+            "needs attn_drop_rate=0, got 0.1 at blocks.0.attn",
+        ),
         (lambda c: setattr(c, "attention", {"name": "fibotention"}), "did you mean 'fibottention'"),
         (lambda c: setattr(c, "attention", {"name": "none", "w_min": 3}), "takes no options"),
         (lambda c: setattr(c.model, "checkpoint", "/no/such.pth"), "/no/such.pth is not a file of weights"),
@@ -173,6 +186,9 @@ def test_bad_recipes_are_named(tmp_path):
         ("optim: [", "is not valid YAML"),
         ("- a", "must hold groups of options"),
         ("base: none.yaml", "there is no recipe"),
+        ("base: r.yaml", "at most 3 deep"),
+        ("base: {a: 1}", "must name another recipe"),
+        ("train: {epochs: 2024-10-19}", "train.epochs must be a whole number"),
         ("optim: 3", "must hold groups of options"),
     ):
         path = tmp_path / "r.yaml"

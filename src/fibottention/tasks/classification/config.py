@@ -3,9 +3,10 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from fibottention.errors import UserError
 from fibottention.training.config import OptimConfig, TrainConfig
 
-__all__ = ["AugmentConfig", "ClassificationConfig", "DataConfig", "ModelConfig"]
+__all__ = ["AugmentConfig", "ClassificationConfig", "DataConfig", "ModelConfig", "check_ranges"]
 
 
 @dataclass
@@ -16,8 +17,8 @@ class DataConfig:
         name: fashion-mnist-subset (embedded), fashion-mnist, mnist, cifar10, cifar100, tiny-imagenet, folder (one
             folder per class under train/ and val/), or torch/NAME, hfds/NAME, hfids/NAME, wds/NAME as timm reads them.
         root: Folder with the data; not needed for the embedded set.
-        train_split: Name of the training split or folder.
-        val_split: Name of the validation split or folder; if null, the data's own (val, validation or test).
+        train_split: Name of the training split or folder, for folder and timm's readers; train if null.
+        val_split: Name of the validation split or folder, likewise; val, validation or test if null.
         image_size: Side of the image given to the model, in pixels.
         resize: Side to which the shorter side is resized before the centre crop in evaluation; image_size if null.
         mean: Mean per channel; that of the data set, or ImageNet's, if null.
@@ -30,7 +31,7 @@ class DataConfig:
 
     name: str = "fashion-mnist-subset"
     root: str | None = None
-    train_split: str = "train"
+    train_split: str | None = None
     val_split: str | None = None
     image_size: int = 224
     resize: int | None = None
@@ -54,6 +55,7 @@ class ModelConfig:
         drop_path: Stochastic depth rate.
         drop: Dropout rate before the classifier.
         options: Further arguments of the model, for example {depth: 4, embed_dim: 64, num_heads: 4, patch_size: 2}.
+            Streamed data need num_classes here.
     """
 
     name: str = "vit_base_patch16_224"
@@ -117,6 +119,54 @@ class ClassificationConfig:
     def to_dict(self) -> dict[str, Any]:
         """The options as plain data for YAML."""
         return _plain(asdict(self))
+
+
+# Option, smallest and largest value; None is no bound. A value of null is always allowed.
+_RANGES: tuple[tuple[str, float | None, float | None], ...] = (
+    ("data.image_size", 1, None),
+    ("data.workers", 0, None),
+    ("data.limit", 1, None),
+    ("model.drop_path", 0, 0.99),
+    ("model.drop", 0, 0.99),
+    ("optim.weight_decay", 0, None),
+    ("optim.momentum", 0, 1),
+    ("optim.decay_epochs", 1e-6, None),
+    ("optim.clip_grad", 1e-12, None),
+    ("optim.layer_decay", 1e-6, 1),
+    ("optim.lr", 0, None),
+    ("optim.base_lr", 0, None),
+    ("optim.warmup_lr", 0, None),
+    ("optim.min_lr", 0, None),
+    ("augment.flip", 0, 1),
+    ("augment.color_jitter", 0, None),
+    ("augment.random_erasing", 0, 1),
+    ("augment.mixup", 0, None),
+    ("augment.cutmix", 0, None),
+    ("augment.mix_probability", 0, 1),
+    ("augment.label_smoothing", 0, 0.99),
+    ("train.epochs", 1, None),
+    ("train.batch_size", 1, None),
+    ("train.gradient_accumulation", 1, None),
+    ("train.seed", 0, None),
+)
+
+
+def check_ranges(config: ClassificationConfig) -> None:
+    """Check that the numbers of a configuration are in their ranges.
+
+    Raises:
+        UserError: Naming the first option that is not.
+    """
+    for option, low, high in _RANGES:
+        group, name = option.split(".")
+        value = getattr(getattr(config, group), name)
+        if value is None or ((low is None or value >= low) and (high is None or value <= high)):
+            continue
+        allowed = f"at least {low:g}" if high is None else f"in {low:g} .. {high:g}"
+        raise UserError(f"{option} must be {allowed}, got {value}")
+    low, high = config.augment.scale
+    if not 0 < low <= high <= 1:
+        raise UserError(f"augment.scale must be two numbers 0 < low <= high <= 1, got {[low, high]}")
 
 
 def _plain(value: Any) -> Any:

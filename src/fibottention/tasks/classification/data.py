@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchvision.transforms import v2
 
 from fibottention.errors import UserError
-from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, DataConfig
+from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, DataConfig, check_ranges
 from fibottention.tasks.classification.sources import ImageSource, open_source, timm_dataset
 
 __all__ = ["ClassificationData", "ClassificationDataset", "eval_transform", "normalization", "open_image"]
@@ -52,10 +52,8 @@ def normalization(config: DataConfig, in_chans: int) -> tuple[list[float], list[
 def eval_transform(config: DataConfig, in_chans: int) -> Callable[[Image.Image], Tensor]:
     """Resize, centre crop and normalize, as in evaluation and prediction."""
     resize = config.resize or config.image_size
-    if config.image_size < 1 or resize < config.image_size:
-        raise UserError(
-            f"data.image_size must be at least 1 and at most data.resize, got {config.image_size} and {resize}"
-        )
+    if resize < config.image_size:
+        raise UserError(f"data.resize must be at least data.image_size={config.image_size}, got {resize}")
     mean, std = normalization(config, in_chans)
     transform = create_transform(
         config.image_size,
@@ -88,7 +86,7 @@ def train_transform(config: DataConfig, augment: AugmentConfig, in_chans: int) -
             separate=True,
         )
     except (AssertionError, ValueError) as error:
-        raise UserError(f"augment.auto_augment={augment.auto_augment} is not a policy of timm: {error}") from error
+        raise UserError(f"augment.auto_augment must be a policy in timm's notation or null: {error}") from error
     first, second, last = cast(tuple[Callable[[Any], Any], ...], parts)
     if augment.crop != "resized":
         size = config.image_size
@@ -191,9 +189,19 @@ class EpochSampler(Sampler[int]):
 class _StreamDataset(IterableDataset[tuple[Tensor, int, int]]):
     """A streaming data set of timm (wds/, hfids/), in the form of `ClassificationDataset`."""
 
-    def __init__(self, stream: Any, transform: Callable[[Image.Image], Tensor], in_chans: int) -> None:
-        self.stream, self.in_chans = stream, in_chans
-        stream.transform = lambda image: transform(open_image(image, in_chans))
+    def __init__(
+        self,
+        config: DataConfig,
+        train: bool,
+        transform: Callable[[Image.Image], Tensor],
+        in_chans: int,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        self.stream = timm_dataset(config, train, batch_size, seed)
+        self.stream.transform = lambda image: transform(open_image(image, in_chans))
+        # The reader rounds its length to whole batches of each worker.
+        self.stream.set_loader_cfg(num_workers=config.workers)
 
     def __len__(self) -> int:
         return len(self.stream)
@@ -217,9 +225,8 @@ class ClassificationData:
         data, in_chans = config.data, config.model.in_chans
         self.is_stream = data.name.split("/")[0].lower() in ("wds", "hfids", "tfds")
         self.sampler: EpochSampler | None = None
-        batch_size = config.train.batch_size
-        if batch_size < 1:
-            raise UserError(f"train.batch_size must be at least 1, got {batch_size}")
+        batch_size, seed, workers = config.train.batch_size, config.train.seed, data.workers
+        check_ranges(config)
         evaluate, augmented = eval_transform(data, in_chans), train_transform(data, config.augment, in_chans)
         if self.is_stream:
             if data.limit is not None or data.strict:
@@ -228,8 +235,8 @@ class ClassificationData:
             if not isinstance(classes, int):
                 raise UserError(f"model.options.num_classes must be given for streamed data (data.name={data.name})")
             self.classes: list[str] = [str(i) for i in range(classes)]
-            self.train_dataset: Any = _StreamDataset(timm_dataset(data, True, batch_size), augmented, in_chans)
-            self.val_dataset: Any = _StreamDataset(timm_dataset(data, False, batch_size), evaluate, in_chans)
+            self.train_dataset: Any = _StreamDataset(data, True, augmented, in_chans, batch_size, seed)
+            self.val_dataset: Any = _StreamDataset(data, False, evaluate, in_chans, batch_size, seed)
         else:
             val_source = open_source(data, train=False)
             train_source = open_source(data, train=True) if train else val_source
@@ -239,17 +246,22 @@ class ClassificationData:
                     f"{len(train_source.classes)}"
                 )
             self.classes = list(train_source.classes)
-            common: dict[str, Any] = {"in_chans": in_chans, "seed": config.train.seed, "strict": data.strict}
+            common: dict[str, Any] = {"in_chans": in_chans, "seed": seed, "strict": data.strict}
             self.train_dataset = ClassificationDataset(train_source, augmented, train=True, **common)
             self.val_dataset = ClassificationDataset(val_source, evaluate, train=False, **common)
-            self.sampler = EpochSampler(len(train_source), config.train.seed)
+            self.sampler = EpochSampler(len(train_source), seed)
         settings: dict[str, Any] = {
             "batch_size": batch_size,
-            "num_workers": data.workers,
+            "num_workers": workers,
             "pin_memory": torch.cuda.is_available(),
         }
         # A last, smaller batch would weigh its images more; a set smaller than one batch must still train.
         drop_last = self.is_stream or len(self.train_dataset) >= batch_size
+        if not drop_last and (config.augment.mixup or config.augment.cutmix):
+            raise UserError(
+                f"train.batch_size={batch_size} is larger than the {len(self.train_dataset)} training images, which "
+                "mixup and CutMix do not take"
+            )
         self.train_loader = DataLoader(self.train_dataset, sampler=self.sampler, drop_last=drop_last, **settings)
         self.val_loader = DataLoader(self.val_dataset, **settings)
 

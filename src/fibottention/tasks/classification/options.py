@@ -30,10 +30,14 @@ def group_parser(prog: str) -> ArgumentParser:
     return parser
 
 
-def load_recipe(name: str) -> dict[str, Any]:
+def load_recipe(name: str, seen: int = 0) -> dict[str, Any]:
     """Options of a recipe: a YAML file, or the name of a recipe that comes with the package.
 
     A recipe may name another one, in the same folder, as its ``base``.
+
+    Args:
+        name: File or name.
+        seen: Number of recipes that this one is the base of.
 
     Raises:
         UserError: If there is no such recipe or it is not valid.
@@ -53,7 +57,11 @@ def load_recipe(name: str) -> dict[str, Any]:
     if not isinstance(options, dict) or not all(isinstance(v, dict) for k, v in options.items() if k != "base"):
         raise UserError(f"the recipe {path} must hold groups of options ({', '.join((*_GROUPS, 'attention'))})")
     base = options.pop("base", None)
-    return _merged(load_recipe(str(path.parent / base)), options) if base else options
+    if base is None:
+        return options
+    if not isinstance(base, str) or seen >= 3:
+        raise UserError(f"the recipe {path} must name another recipe as its base, at most 3 deep, got {base}")
+    return _merged(load_recipe(str(path.parent / base), seen + 1), options)
 
 
 def _shipped_recipes() -> list[Path]:
@@ -101,7 +109,7 @@ def classification_config(recipe: dict[str, Any], overrides: list[str] | None = 
         if group == "attention":
             continue
         for option, value in options.items():
-            flat.append(f"--{group}.{option}={value if isinstance(value, str) else json.dumps(value)}")
+            flat.append(f"--{group}.{option}={value if isinstance(value, str) else json.dumps(value, default=str)}")
     parser = group_parser("fibottention train")
     try:
         groups = parser.instantiate(parser.parse_args([*flat, *words]))
@@ -141,8 +149,15 @@ def _reworded(message: str) -> str:
     return f"{key[1]} must be {' or '.join(allowed) or 'of another type'}, got {value[1]}"
 
 
-def spec_options(words: list[str], prefix: str) -> tuple[dict[str, Any], list[str]]:
+def spec_options(
+    words: list[str], prefix: str, keep: frozenset[str] | set[str] = frozenset()
+) -> tuple[dict[str, Any], list[str]]:
     """Split the options of a spec, such as ``--attention.w_min 3``, from the other words.
+
+    Args:
+        words: Words of a command line.
+        prefix: What the options of the spec begin with.
+        keep: Options that are not the spec's although they begin so.
 
     Returns:
         The options by name, their values read as YAML, and the remaining words.
@@ -152,7 +167,7 @@ def spec_options(words: list[str], prefix: str) -> tuple[dict[str, Any], list[st
     i = 0
     while i < len(words):
         word = words[i]
-        if not word.startswith(prefix):
+        if not word.startswith(prefix) or word.split("=")[0] in keep:
             rest.append(word)
             i += 1
             continue

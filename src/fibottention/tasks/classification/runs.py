@@ -9,12 +9,15 @@ from typing import Any
 import accelerate
 import timm
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from torch import nn
 
 import fibottention
+from fibottention.analysis.cost import whole_model_macs
 from fibottention.errors import UserError
-from fibottention.tasks.classification.config import ClassificationConfig
+from fibottention.tasks.classification.config import ClassificationConfig, check_ranges
 from fibottention.tasks.classification.options import classification_config
 from fibottention.tasks.classification.task import ClassificationTask, build_model, load_into
 from fibottention.training.engine import Trainer, make_accelerator
@@ -46,7 +49,9 @@ def train_classification(
     Raises:
         UserError: If an option is not valid or the training data cannot be used.
     """
+    check_ranges(config)
     accelerator = make_accelerator(config.train)
+    folder = broadcast_object_list([str(folder)])[0]  # a name with the time in it may differ among processes
     run = Run(folder) if command is not None else Run.open(folder)
     if command is not None:
         run.check_new()
@@ -86,7 +91,8 @@ def train_classification(
         "train_seconds": sum(record["train_seconds"] for record in records),
         "step_milliseconds": step_times[len(step_times) // 2],
         "parameters": parameters,
-        "environment": environment(),
+        "whole_model_macs": whole_model_macs(task.model, config.data.image_size, config.model.in_chans),
+        "environment": environment(accelerator),
         "attention": None
         if report is None
         else {
@@ -105,11 +111,12 @@ def _save_samples(task: ClassificationTask, run: Run) -> None:
     if task.is_stream:
         return
     source, classes, saved = task.data.val_dataset.source, task.data.classes, []
-    for i in range(min(len(source), 200)):
+    looked_at = min(len(source), 200)
+    for i in range(looked_at):
         if len(saved) == _SAMPLES:
             break
         try:
-            image, target = source.load(i)
+            image, target = source.load(i * len(source) // looked_at)
         except Exception:
             continue  # reported by the evaluation
         if classes[target] not in [entry["class"] for entry in saved]:
@@ -137,7 +144,7 @@ def load_model(path: str | Path) -> tuple[nn.Module, ClassificationConfig, list[
     """The trained model of a run or of a weights file in a run's folder.
 
     Args:
-        path: Folder of a run (its best weights are taken), or a file of weights in it.
+        path: Folder of a run (its best weights are taken), or a file of weights or a checkpoint's folder in it.
 
     Returns:
         The model in evaluation mode, its configuration, the class names and the run.
@@ -147,8 +154,13 @@ def load_model(path: str | Path) -> tuple[nn.Module, ClassificationConfig, list[
     """
     path = Path(path)
     if not path.exists():
-        raise UserError(f"{path} does not exist; give the folder of a run or a file of weights in it")
-    folder = path if path.is_dir() else next((p for p in path.parents if (p / "config.yaml").is_file()), path.parent)
+        raise UserError(f"{path} does not exist; give the folder of a run or a checkpoint in it")
+    if (path / "model.safetensors").is_file():
+        path = path / "model.safetensors"
+    here = path.absolute()
+    folder = next((p for p in (here, *here.parents) if (p / "config.yaml").is_file()), None)
+    if folder is None:
+        raise UserError(f"{path} is neither the folder of a run nor a checkpoint in one: there is no config.yaml")
     run = Run.open(folder)
     config = load_config(run)
     best = run.read_json("best.json")
@@ -161,9 +173,12 @@ def load_model(path: str | Path) -> tuple[nn.Module, ClassificationConfig, list[
     return model.eval(), config, best["classes"], run
 
 
-def environment() -> dict[str, str]:
-    """Versions and machine, for the report."""
-    has_gpu = torch.cuda.is_available()
+def environment(accelerator: Accelerator) -> dict[str, str]:
+    """Versions and machine of a run, for the report."""
+    if accelerator.device.type == "cuda":
+        device = torch.cuda.get_device_name()
+    else:
+        device = f"{accelerator.device.type}, {torch.get_num_threads()} threads"
     return {
         "fibottention": fibottention.__version__,
         "torch": torch.__version__,
@@ -171,5 +186,7 @@ def environment() -> dict[str, str]:
         "accelerate": accelerate.__version__,
         "python": sys.version.split()[0],
         "system": platform.platform(),
-        "device": torch.cuda.get_device_name() if has_gpu else f"CPU, {torch.get_num_threads()} threads",
+        "device": device,
+        "processes": str(accelerator.num_processes),
+        "mixed precision": accelerator.mixed_precision,
     }

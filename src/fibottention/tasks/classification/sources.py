@@ -96,7 +96,14 @@ class TimmSource:
 
     def load(self, index: int) -> tuple[Image.Image, int]:
         """See `ImageSource`."""
-        image, target = self.dataset[index]
+        reader = getattr(self.dataset, "reader", None)
+        if reader is None:
+            image, target = self.dataset[index]
+        else:
+            # The data set itself would hide an unreadable image by another one.
+            file, target = reader[index]
+            with Image.open(file) as image:
+                image.load()
         return image, int(target)
 
     def name(self, index: int) -> str:
@@ -135,6 +142,8 @@ def open_source(config: DataConfig, train: bool) -> ImageSource:
     if opener is not None:
         if config.root is None and config.name != "fashion-mnist-subset":
             raise UserError(f"data.root must be given for data.name={config.name}: the folder that holds the data")
+        if config.name != "folder" and (config.train_split or config.val_split):
+            raise UserError(f"data.train_split and data.val_split have no meaning for data.name={config.name}")
         source = opener(config, train)
     elif config.name.split("/")[0].lower() in ("torch", "hfds"):
         source = _timm(config, train)
@@ -229,16 +238,20 @@ def _folder(config: DataConfig, train: bool) -> ImageSource:
     except FileNotFoundError as error:
         message = str(error).split(" Supported extensions")[0].rstrip(".")
         raise UserError(f"{folder} needs one folder of images per class: {message[0].lower()}{message[1:]}") from error
-    if not train:
-        expected = sorted(p.name for p in (root / config.train_split).iterdir() if p.is_dir())
-        if (root / config.train_split).is_dir() and dataset.classes != expected:
+    train_folder = root / (config.train_split or "train")
+    if not train and train_folder.is_dir():
+        expected = sorted(p.name for p in train_folder.iterdir() if p.is_dir())
+        if dataset.classes != expected:
             differing = sorted(set(expected) ^ set(dataset.classes))
-            raise UserError(f"{folder} and {root / config.train_split} differ in their classes: {', '.join(differing)}")
+            raise UserError(f"{folder} and {train_folder} differ in their classes: {', '.join(differing)}")
     return FileSource(dataset.samples, dataset.classes)
 
 
 def _split_folder(root: Path, config: DataConfig, train: bool) -> Path:
-    names = [config.train_split] if train else [config.val_split] if config.val_split else ["val", "validation", "test"]
+    if train:
+        names = [config.train_split or "train"]
+    else:
+        names = [config.val_split] if config.val_split else ["val", "validation", "test"]
     for name in names:
         if (root / name).is_dir():
             return root / name
@@ -276,11 +289,11 @@ def _timm(config: DataConfig, train: bool) -> ImageSource:
     return TimmSource(timm_dataset(config, train))
 
 
-def timm_dataset(config: DataConfig, train: bool, batch_size: int = 1) -> Any:
+def timm_dataset(config: DataConfig, train: bool, batch_size: int = 1, seed: int = 0) -> Any:
     """The data set that timm makes of a prefixed name, with errors in one sentence."""
     from timm.data import create_dataset
 
-    split = config.train_split if train else config.val_split or "validation"
+    split = (config.train_split or "train") if train else (config.val_split or "validation")
     try:
         return create_dataset(
             config.name,
@@ -288,6 +301,7 @@ def timm_dataset(config: DataConfig, train: bool, batch_size: int = 1) -> Any:
             split=split,
             is_training=train,
             batch_size=batch_size,
+            seed=seed,
             download=False,
         )
     except ImportError as error:

@@ -49,22 +49,20 @@ def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Modu
     name = model_config.name.split(".")[0]
     if not timm.is_model(name):
         raise UserError(f"no model is named {model_config.name!r}{nearest(name, timm.list_models(), 'see timm')}")
+    for reserved, instead in (("in_chans", "model.in_chans"), ("img_size", "data.image_size")):
+        if reserved in model_config.options:
+            raise UserError(f"model.options must not hold {reserved}; use {instead}")
+    if model_config.options.get("num_classes", num_classes) != num_classes:
+        raise UserError(
+            f"model.options.num_classes={model_config.options['num_classes']} differs from the {num_classes} classes "
+            "of the data"
+        )
     options = {"num_classes": num_classes, "in_chans": model_config.in_chans, **model_config.options}
     if model_config.drop_path:
         options["drop_path_rate"] = model_config.drop_path
     if model_config.drop:
         options["drop_rate"] = model_config.drop
-    try:
-        model = timm.create_model(
-            model_config.name, pretrained=model_config.pretrained, img_size=config.data.image_size, **options
-        )
-    except TypeError as error:
-        if "img_size" not in str(error):
-            raise UserError(f"model {model_config.name}: {error}") from error
-        # Convolutional models take any size and have no such argument.
-        model = timm.create_model(model_config.name, pretrained=model_config.pretrained, **options)
-    except (ValueError, RuntimeError, AssertionError, OSError) as error:
-        raise UserError(f"model {model_config.name} cannot be made: {' '.join(str(error).split())}") from error
+    model = _create(model_config.name, model_config.pretrained, options, config.data.image_size)
     report = None
     if spec is not None:
         try:
@@ -74,6 +72,18 @@ def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Modu
     if model_config.checkpoint is not None:
         load_into(model, load_weights(Path(model_config.checkpoint)), model_config.checkpoint, new_classifier=True)
     return model, report
+
+
+def _create(name: str, pretrained: bool, options: dict[str, Any], image_size: int) -> nn.Module:
+    """The model of timm for an image size; convolutional models, which take any, have no such argument."""
+    for sized in (True, False):
+        arguments: dict[str, Any] = {**options, "img_size": image_size} if sized else options
+        try:
+            return timm.create_model(name, pretrained=pretrained, **arguments)
+        except Exception as error:  # whatever the model's constructor makes of its arguments
+            if not (sized and isinstance(error, TypeError) and "'img_size'" in str(error)):
+                raise UserError(f"model {name} cannot be made: {' '.join(str(error).split())}") from error
+    raise AssertionError("unreachable")
 
 
 def load_into(model: nn.Module, weights: dict[str, Tensor], source: object, *, new_classifier: bool = False) -> None:
@@ -130,10 +140,12 @@ class ClassificationTask:
         self.is_stream = self.data.is_stream
         self.label_smoothing = config.augment.label_smoothing
         self.mixup = _mixup(config.augment, self.num_classes, config.train.batch_size)
+        self._noted: list[tuple[Tensor, bool]] = []
         self._unreadable: set[tuple[int, bool]] = set()
 
     def set_epoch(self, epoch: int) -> None:
         """See `Task`."""
+        self.unreadable()  # takes up what the last epoch noted
         self.data.set_epoch(epoch)
 
     def batch_length(self, batch: list[Tensor]) -> int:
@@ -158,7 +170,7 @@ class ClassificationTask:
         top1 = MulticlassAccuracy(average="micro", **common).to(device)
         top5 = MulticlassAccuracy(average="micro", top_k=min(5, classes), **common).to(device)
         confusion = MulticlassConfusionMatrix(**common).to(device)
-        loss_sum, count = torch.zeros((), device=device, dtype=torch.float64), 0
+        loss_sum, count = 0.0, 0
         for images, targets, unreadable in batches:
             self._note(unreadable, train=False)
             logits = model(images).float()
@@ -168,7 +180,7 @@ class ClassificationTask:
             logits, targets = logits[readable], targets[readable]
             if not len(targets):
                 continue
-            loss_sum += F.cross_entropy(logits, targets, reduction="sum").double()
+            loss_sum += F.cross_entropy(logits, targets, reduction="sum").item()
             count += len(targets)
             for metric in (top1, top5, confusion):
                 metric.update(logits, targets)
@@ -176,7 +188,7 @@ class ClassificationTask:
             raise UserError("none of the validation images could be read")
         return Evaluation(
             {
-                "val_loss": float(loss_sum) / count,
+                "val_loss": loss_sum / count,
                 "top1": 100 * float(top1.compute()),
                 "top5": 100 * float(top5.compute()),
             },
@@ -184,10 +196,16 @@ class ClassificationTask:
         )
 
     def _note(self, unreadable: Tensor, train: bool) -> None:
-        self._unreadable.update((i, train) for i in unreadable.tolist() if i >= 0)
+        # Looking at the numbers now would wait for the device in every step.
+        self._noted.append((unreadable, train))
 
     def unreadable(self) -> list[str]:
         """See `Task`."""
+        for train in (False, True):
+            noted = [tensor for tensor, of_train in self._noted if of_train == train]
+            if noted:
+                self._unreadable.update((i, train) for i in torch.cat(noted).unique().tolist() if i >= 0)
+        self._noted.clear()
         return sorted(self.data.name(index, train) for index, train in self._unreadable)
 
 
