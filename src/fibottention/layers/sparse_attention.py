@@ -143,7 +143,7 @@ def attention_layer(spec: AttentionSpec, *, prefix_tokens: int = 1, backend: Bac
         backend: As in `fibottention.sparse_attention`.
 
     Returns:
-        A class that makes `SparseAttention` layers and numbers them 0, 1, ... as layers of the model.
+        A subclass of `SparseAttention` that numbers its instances 0, 1, ... as layers of the model.
     """
     layers = itertools.count()
 
@@ -152,7 +152,5 @@ def attention_layer(spec: AttentionSpec, *, prefix_tokens: int = 1, backend: Bac
             super().__init__(
                 *args, **kwargs, spec=spec, prefix_tokens=prefix_tokens, layer=next(layers), backend=backend
             )
-            # A local class could not be pickled.
-            self.__class__ = SparseAttention  # pyright: ignore[reportAttributeAccessIssue]
 
     return SpecAttention
