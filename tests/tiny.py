@@ -17,14 +17,19 @@ TINY_WORDS = [
 ]  # fmt: skip
 
 
-SPARSE_WORDS = ["--model.options.patch_size=2", "--data.limit=120", "--train.batch_size=20"]
+SPARSE_WORDS = [
+    "--model.options.patch_size=2",
+    "--model.options.num_heads=4",
+    "--data.limit=120",
+    "--train.batch_size=20",
+]
 """After TINY_WORDS: 196 tokens, at which `auto` computes just the kept pairs, and fewer images."""
 
 
 def sparse_config(epochs: int = 2, drop_path: float = 0.0) -> ClassificationConfig:
     """196 tokens, at which `auto` computes just the kept pairs."""
     config = tiny_config(epochs, drop_path)
-    config.model.options["patch_size"] = 2
+    config.model.options.update(patch_size=2, num_heads=4)
     config.data.limit = 120
     config.train.batch_size = 20
     return config

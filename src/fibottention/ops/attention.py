@@ -26,11 +26,11 @@ _LARGEST_MASK = 2**28
 
 
 def _crossover_density(head_dim: int) -> float:
-    """Density above which `sdpa` was faster than `gather`, forward and backward.
+    """Density above which `sdpa` was faster than `gather`, between the cross-over forward and that of both passes.
 
-    A fit to benchmarks/results/crossover.md (2 CPU cores: 3 % at head_dim 64, 6 % at 16), so a rough guide elsewhere.
+    A fit to benchmarks/results/crossover.md (2 CPU cores: 3 % at head_dim 64, 5 % at 16), so a rough guide elsewhere.
     """
-    return 0.02 + 0.64 / head_dim
+    return 0.0225 + 0.48 / head_dim
 
 
 class BackendChoice(NamedTuple):
