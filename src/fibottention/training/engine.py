@@ -27,6 +27,7 @@ from fibottention.training.run import Run
 
 __all__ = ["Evaluation", "Task", "Trainer", "make_accelerator"]
 
+_REPORT_STEPS = 10  # the loss, which means waiting for the device, is read about this often
 _CURVE_POINTS = 20  # parts of an epoch whose mean training loss is kept
 
 
@@ -255,8 +256,13 @@ class Trainer:
             if self.ema is not None and accelerator.sync_gradients:
                 self.ema.update(accelerator.unwrap_model(self.model), step=update)
             losses.append(loss.detach())
+            progress.update(
+                bar,
+                completed=epoch * self.steps_per_epoch + step + 1,
+                description=f"epoch {epoch + 1}/{self.train.epochs}",
+            )
             samples += self.task.batch_length(batch) * accelerator.num_processes
-            if step % 10 == 9 or step + 1 == self.steps_per_epoch:
+            if step in (0, self.steps_per_epoch - 1) or (step + 1) % _REPORT_STEPS == 0:
                 value = float(losses[-1])
                 if not math.isfinite(value):
                     raise UserError(
@@ -268,13 +274,7 @@ class Trainer:
                 step_times.append((now - mark) / (step + 1 - last_timed))
                 mark, last_timed = now, step + 1
                 rate = samples / (now - start)
-                status = f"loss {value:.3f}  {rate:.0f} images/s"
-                progress.update(
-                    bar,
-                    completed=epoch * self.steps_per_epoch + step + 1,
-                    description=f"epoch {epoch + 1}/{self.train.epochs}",
-                    status=status,
-                )
+                progress.update(bar, status=f"loss {value:.3f}  {rate:.0f} images/s")
                 if writer is not None:
                     writer.add_scalar("train/loss_step", value, update)
         seconds = time.perf_counter() - start
