@@ -24,7 +24,8 @@ _USAGE = """usage: fibottention train [RECIPE.yaml] [--group.option value ...]
        fibottention train --resume RUN
 
 Without arguments, trains a small vision transformer with Fibottention and the same model with dense attention on the
-embedded images, and compares them. RECIPE is a file or the name of a shipped recipe.
+embedded images, and compares them. RECIPE is a file or the name of a shipped recipe; without one, options change the
+demo's recipe, which is trained twice unless --attention.name says with what.
 
 attention (--attention.name NAME and its options, with defaults):
   none                 leave the model as it is
