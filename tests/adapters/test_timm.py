@@ -280,6 +280,8 @@ def test_a_spec_that_does_not_fit_changes_nothing():
     assert not any(isinstance(m, PatternAttention) for m in model.modules())
     with pytest.raises(TypeError, match=r"spec must be an AttentionSpec such as Fibottention\(\), got str"):
         sparsify(model, "fibottention")
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got str"):
+        sparsify("vit", Dense())
 
 
 def test_fused_qkv_free_models_and_masks():

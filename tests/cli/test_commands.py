@@ -121,6 +121,18 @@ def test_killed_in_an_epoch_and_resumed_gives_the_same_weights(tmp_path):
     assert all(torch.equal(whole[name], killed_weights[name]) for name in whole)
 
 
+def test_own_data_takes_the_documented_defaults(photos, tmp_path):
+    folder, _, _ = photos
+    words = ["--data.name=folder", f"--data.root={folder / 'data'}", "--data.image_size=32", "--data.workers=0"]
+    words += ["--model.name=vit_tiny_patch16_224", "--model.options={depth: 1, embed_dim: 48, patch_size: 8}"]
+    words += ["--train.epochs=1", "--optim.warmup_epochs=0", "--train.output=run"]
+    result = run("train", *words, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    config = Run(tmp_path / "run").read_yaml()
+    assert config["model"]["in_chans"] == 3
+    assert config["attention"]["name"] == "fibottention"
+
+
 def test_interrupt_says_how_to_go_on(tmp_path):
     process = subprocess.Popen(
         [*COMMAND, "train", *TINY_WORDS, "--train.epochs=500", "--train.output=run"],
@@ -179,6 +191,11 @@ def test_inspect(tmp_path):
         (["inspect", "longformer", "--tokens", "0"], "num_tokens must be at least 1, got 0"),
         (["inspect", "longformer", "--tokens", "x"], "--tokens: invalid int value: 'x'"),
         (["inspect", "longformer", "--head-dim", "0"], "--head-dim is out of range: 0"),
+        (["inspect", "longformer", "--output", "masks.jpg"], "--output must be a .png file, got masks.jpg"),
+        (["inspect", "longformer", "--output", "/proc/masks.png"], "/proc/masks.png cannot be written"),
+        (["train", "demo", "--data.nam=folder"], "there is no option --data.nam; did you mean '--data.name'"),
+        (["train", "demo", "--train.mixed_precision=fp16", "--train.device=cpu"], "fp16 needs a GPU"),
+        (["train", "--data.name=folder", "--data.root=nothing"], "data.root=nothing is not a folder"),
         (["inspect", "longformer", "--output", "no/such/folder.png"], "the folder no/such does not exist"),
         (["inspect"], "required: SPEC"),
         (["inspect", "longformer", "--output", "."], "--output: . is a folder, not a file"),
@@ -238,6 +255,7 @@ def test_strict_stops_at_a_corrupt_image(photos, tmp_path):
         result = run(*words, f"--data.workers={workers}", cwd=tmp_path)
         assert result.returncode == 2, result.stderr
         assert "cannot read " in result.stderr.splitlines()[-1]
+        assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir()), "nothing half-written"
         assert "Traceback" not in result.stderr
 
 

@@ -339,6 +339,7 @@ def test_auto_explains_its_choice():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
         ({"q": torch.zeros(2, 4, 37)}, ValueError, r"q must be of shape \(B, H, N, D\), got \(2, 4, 37\)"),
         ({"k": torch.zeros(2, 4, 36, 6)}, ValueError, "k must have the shape of q"),
         ({"v": torch.zeros(2, 3, 37, 6)}, ValueError, "v must have the batch, heads and tokens of q"),

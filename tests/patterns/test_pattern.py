@@ -127,6 +127,8 @@ def test_large_patterns_need_no_square():
         (lambda: Pattern.from_rows([[[0], [2]]], 2), r"keys must be in 0..1 \(num_tokens=2\), got 2"),
         (lambda: Pattern.from_rows([[[0]]], 2), "one row per token"),
         (lambda: Pattern.from_offsets([[0]] * 3, 4, num_heads=2), "num_heads=2"),
+        (lambda: wythoff(4, -1), "num_tokens must be at least 1, got -1"),
+        (lambda: wythoff(4, 64.0), "num_tokens must be a whole number, got 64.0"),
         (lambda: Pattern.from_offsets([[0]], 0), "num_tokens must be at least 1, got 0"),
         (lambda: Pattern.from_offsets([], 3), "num_heads must be at least 1, got 0"),
         (lambda: Pattern.from_offsets([[0]], 3, prefix_tokens=-1), "prefix_tokens must be at least 0, got -1"),

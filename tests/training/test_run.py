@@ -18,6 +18,13 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
     with pytest.raises(RuntimeError, match="disk full"):
         write_atomically(path, fail)
+
+    def fill_the_disk(p):
+        p.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(UserError, match=r"file\.txt cannot be written: No space left on device"):
+        write_atomically(path, fill_the_disk)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
 
@@ -36,6 +43,30 @@ def test_checkpoints_replace_each_other_and_ignore_half_written_ones(tmp_path):
     assert torch.equal(load_weights(run.checkpoint() / "model.safetensors")["w"], weights["w"])
     run.save_checkpoint(3, weights, {"epoch": 3})
     assert sorted(p.name for p in (run.folder / "checkpoints").iterdir()) == ["epoch_0003"]
+
+
+def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    run = Run(tmp_path / "run")
+    run.create({"task": "classification"})
+    weights = {"w": torch.ones(2)}
+    run.save_checkpoint(1, weights, {})
+    for broken, error in (
+        ("save_file", SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
+        ("torch.save", RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file")),
+    ):
+
+        def fail(*args, error=error):
+            raise error
+
+        monkeypatch.setattr(f"fibottention.training.run.{broken}", fail)
+        with pytest.raises(UserError, match="epoch_0002 cannot be written"):
+            run.save_checkpoint(2, weights, {})
+        monkeypatch.undo()
+        assert [p.name for p in (run.folder / "checkpoints").iterdir()] == ["epoch_0001"]
+    run.remove_if_unfinished()
+    assert run.folder.exists()
 
 
 def test_records_and_json(tmp_path):

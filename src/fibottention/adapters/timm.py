@@ -130,10 +130,12 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
 
     Raises:
         ValueError: If the model holds no attention that can be replaced, or some that cannot.
-        TypeError: If ``spec`` is not a spec.
+        TypeError: If ``model`` is not a module or ``spec`` not a spec.
     """
     if not isinstance(spec, AttentionSpec):
         raise TypeError(f"spec must be an AttentionSpec such as Fibottention(), got {type(spec).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     sites = [
         site
         for prefix, root in model.named_modules()

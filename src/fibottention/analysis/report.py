@@ -22,7 +22,7 @@ from fibottention.analysis.masks import mask_figure
 from fibottention.errors import UserError
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.tasks.classification.config import ClassificationConfig
-from fibottention.tasks.classification.data import eval_transform, open_image
+from fibottention.tasks.classification.data import eval_transform, normalization, open_image
 from fibottention.tasks.classification.runs import load_model
 from fibottention.training.run import Run, write_atomically
 
@@ -118,7 +118,8 @@ def _attention_figure(model: nn.Module, config: ClassificationConfig, run: Run) 
             images.append(open_image(image, config.model.in_chans))
     transform = eval_transform(config.data, config.model.in_chans)
     try:
-        maps = attention_maps(model, torch.stack([transform(image) for image in images]))
+        inputs = torch.stack([transform(image) for image in images])
+        maps = attention_maps(model, inputs)
     except ValueError as error:
         return "", f"No attention maps: {error}."
     if not maps:
@@ -131,11 +132,14 @@ def _attention_figure(model: nn.Module, config: ClassificationConfig, run: Run) 
     values = last.values[:, :heads].reshape(len(images), heads, grid, grid).float().cpu()
     figure = Figure(figsize=(1.15 * (heads + 1) + 0.2, 1.2 * len(images) + 0.5), layout="constrained")
     axes = figure.subplots(len(images), heads + 1, squeeze=False)
-    for row, image in enumerate(images):
-        axes[row, 0].imshow(np.asarray(image), cmap="gray")
+    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in normalization(config.data, config.model.in_chans))
+    # What the model sees: resized, and cropped to the centre.
+    seen = (inputs * std + mean).clamp(0, 1).permute(0, 2, 3, 1).squeeze(-1).numpy()
+    for row in range(len(images)):
+        axes[row, 0].imshow(seen[row], cmap="gray")
         axes[row, 0].set_ylabel(samples[row]["class"][:18], fontsize=7)
         for head in range(heads):
-            axes[row, head + 1].imshow(values[row, head], cmap="viridis", vmin=0)
+            axes[row, head + 1].imshow(values[row, head], cmap="viridis")
         for column, axis in enumerate(axes[row]):
             axis.set_xticks([])
             axis.set_yticks([])
@@ -147,7 +151,7 @@ def _attention_figure(model: nn.Module, config: ClassificationConfig, run: Run) 
 
 def _curves(pages: list[_RunPage]) -> Figure:
     panels = (("train_loss", "training loss"), ("val_loss", "validation loss"), ("top1", "top-1 (%)"))
-    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    figure = Figure(figsize=(11, 3.3 + 0.2 * ((len(pages) + 3) // 4)), layout="constrained")
     for axis, (key, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for page in pages:
             if key == "train_loss":
@@ -166,7 +170,8 @@ def _curves(pages: list[_RunPage]) -> Figure:
         axis.set_xlim(0, 1.02 * max(len(page.records) for page in pages))
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
-    figure.axes[-1].legend(fontsize=8)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(pages)), fontsize=8)
     return figure
 
 

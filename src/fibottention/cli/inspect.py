@@ -47,6 +47,8 @@ def run(words: list[str]) -> int:
         raise UserError(str(error)) from error
     picture = arguments.output or Path(f"{spec.name}.png")
     check_output(picture)
+    if picture.suffix.lower() != ".png":
+        raise UserError(f"--output must be a .png file, got {picture}")
     title = f"{spec.name}, {arguments.heads} heads, {arguments.prefix} + {arguments.tokens} tokens"
     write_atomically(picture, lambda path: draw_masks(pattern, path, title))
     if arguments.json:

@@ -24,8 +24,9 @@ _USAGE = """usage: fibottention train [RECIPE.yaml] [--group.option value ...]
        fibottention train --resume RUN
 
 Without arguments, trains a small vision transformer with Fibottention and the same model with dense attention on the
-embedded images, and compares them. RECIPE is a file or the name of a shipped recipe; without one, options change the
-demo's recipe, which is trained twice unless --attention.name says with what.
+embedded images, and compares them; options change this demo, and with --attention.name its model is trained once, with
+that attention. RECIPE is a file or the name of a shipped recipe. With --data.name, --data.root or --model.name and no
+RECIPE, one model is trained with the defaults below.
 
 attention (--attention.name NAME and its options, with defaults):
   none                 leave the model as it is
@@ -44,13 +45,15 @@ def run(words: list[str]) -> int:
     if "--resume" in words or any(word.startswith("--resume=") for word in words):
         return _resume(words, console)
     recipe_name = words.pop(0) if words and not words[0].startswith("-") else None
-    recipe = load_recipe(recipe_name or "demo")
+    # With data or a model of the user's own, the options' documented defaults hold, not those of the demo.
+    own = any(word.split("=")[0] in ("--data.name", "--data.root", "--model.name") for word in words)
+    recipe = {} if recipe_name is None and own else load_recipe(recipe_name or "demo")
     chooses_attention = any(word.startswith("--attention") for word in words)
     command = shlex.join(["fibottention", "train", *([recipe_name] if recipe_name else []), *words])
-    if recipe_name is None and not chooses_attention:
+    if recipe_name is None and not own and not chooses_attention:
         return _demo(recipe, words, command, console)
     config = classification_config(recipe, words)
-    folder = config.train.output or _new_folder(f"{Path(recipe_name or 'demo').stem}-{config.attention['name']}")
+    folder = config.train.output or _new_folder(f"{Path(recipe_name or 'run').stem}-{config.attention['name']}")
     return _train(config, folder, command, console)
 
 
@@ -81,7 +84,7 @@ def _train(config: ClassificationConfig, folder: str, command: str | None, conso
     if summary is not None:
         console.print(
             f"best top-1 {summary['top1']:.2f} % after epoch {summary['best_epoch']}; run in {folder}; "
-            f"next: fibottention report {folder}",
+            f"next: fibottention report {shlex.quote(folder)}",
             soft_wrap=True,
         )
     return 0

@@ -118,7 +118,10 @@ def sparse_attention(
         ValueError: If shapes, dtypes or options do not fit together, or the named backend cannot serve the call.
         TypeError: If a dtype or the pattern's type is not supported.
     """
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     check_arguments(q, k, v, pattern, bias, fill, transform, dropout_p)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from fibottention.patterns.pattern import Pattern
+from fibottention.patterns.pattern import Pattern, check_sizes
 from fibottention.sequences import fibonacci as fibonacci_terms
 from fibottention.sequences import head_window, modified_wythoff_row, wythoff_row
 
@@ -124,6 +124,7 @@ def wythoff(
         raise ValueError(f"variant must be 'wythoff' or 'modified', got {variant!r}")
     if on_empty not in ("cycle", "self", "first", "error"):
         raise ValueError(f"on_empty must be 'cycle', 'self', 'first' or 'error', got {on_empty!r}")
+    check_sizes(num_heads, num_tokens, prefix_tokens)
     row_start = _ROWS[variant]
     w_min, w_max = default_windows(num_tokens, w_min, w_max)
     # First terms grow with the row, so the rows with a term within w_max are the first ones.

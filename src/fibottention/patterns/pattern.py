@@ -133,7 +133,7 @@ class Pattern:
             ValueError: If a size is out of range, or a query would keep no key and ``allow_empty`` is False.
         """
         num_heads = len(offsets) if num_heads is None else num_heads
-        _check_sizes(num_heads, num_tokens, prefix_tokens)
+        check_sizes(num_heads, num_tokens, prefix_tokens)
         if len(offsets) not in (1, num_heads):
             raise ValueError(
                 f"offsets must hold one collection per head (num_heads={num_heads}) or one for all, got {len(offsets)}"
@@ -239,7 +239,7 @@ class Pattern:
         allow_empty: bool,
     ) -> "Pattern":
         num_heads = stored_heads if num_heads is None else num_heads
-        _check_sizes(num_heads, num_tokens, prefix_tokens)
+        check_sizes(num_heads, num_tokens, prefix_tokens)
         if stored_heads not in (1, num_heads):
             raise ValueError(f"the rows must be of one head or of num_heads={num_heads} heads, got {stored_heads}")
         if indices.size and not 0 <= indices.min() <= indices.max() < num_tokens:
@@ -545,12 +545,15 @@ def _rebuild(key: str, *state: Any) -> Pattern:
     return _interned.get(key) or Pattern._make(key, *state)
 
 
-def _check_sizes(num_heads: int, num_tokens: int, prefix_tokens: int) -> None:
+def check_sizes(num_heads: int, num_tokens: int, prefix_tokens: int) -> None:
+    """Raise ValueError for a number that is not whole or too small."""
     for name, value, least in (
         ("num_heads", num_heads, 1),
         ("num_tokens", num_tokens, 1),
         ("prefix_tokens", prefix_tokens, 0),
     ):
+        if not isinstance(value, int | np.integer):
+            raise ValueError(f"{name} must be a whole number, got {value!r}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object, set_seed
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
 from fibottention.errors import UserError
+from fibottention.specs import nearest
 from fibottention.training.config import OptimConfig, TrainConfig
 from fibottention.training.run import Run
 
@@ -98,7 +99,7 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     # Accelerate allows one configuration a process; each run has its own. A process group stays.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     try:
-        return Accelerator(
+        accelerator = Accelerator(
             mixed_precision=train.mixed_precision,  # None is what accelerate launch says, or no
             gradient_accumulation_steps=train.gradient_accumulation,
             cpu=train.device == "cpu",
@@ -107,6 +108,9 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
         )
     except ValueError as error:
         raise UserError(f"train.mixed_precision={train.mixed_precision} does not work here: {error}") from error
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise UserError("train.mixed_precision=fp16 needs a GPU, which is not used here; use bf16 or no")
+    return accelerator
 
 
 class Trainer:
@@ -174,7 +178,9 @@ class Trainer:
                 **extra,
             )
         except (ValueError, TypeError, AssertionError, AttributeError) as error:
-            raise UserError(f"the optimizer optim.name={optim.name} cannot be made: {error}") from error
+            known = [str(name) for name in list_optimizers()]
+            near = "" if optim.name in known else nearest(optim.name, known, "see timm.optim.list_optimizers()")
+            raise UserError(f"the optimizer optim.name={optim.name} cannot be made: {error}{near}") from error
 
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         optim, epochs = self.optim, self.train.epochs
@@ -202,7 +208,8 @@ class Trainer:
                 updates_per_epoch=self.updates_per_epoch,
             )
         except (ValueError, AssertionError) as error:
-            raise UserError(f"the schedule optim.schedule={optim.schedule} cannot be made: {error}") from error
+            near = nearest(optim.schedule, ["cosine", "tanh", "poly", "step", "multistep", "constant"])
+            raise UserError(f"the schedule optim.schedule={optim.schedule} cannot be made: {error}{near}") from error
         return scheduler
 
     @property

@@ -1,14 +1,16 @@
 """The folder of a run: what it holds, and how it is written so that a kill leaves nothing half-written."""
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,13 +21,30 @@ __all__ = ["Run", "load_weights", "write_atomically"]
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` make a temporary file beside ``path``, then rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        write(temporary)
-        temporary.replace(path)
+        with _named_write_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(temporary)
+            temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _named_write_errors(path: Path) -> Iterator[None]:
+    """Turn the errors of a full disk or a read-only folder into one sentence that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise UserError(f"{path} cannot be written: {error}") from error
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error) and "write" not in str(error):
+            raise
+        raise UserError(f"{path} cannot be written: is the disk full?") from error
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
@@ -91,11 +110,14 @@ class Run:
             UserError: If the folder holds something already or cannot be made.
         """
         self.check_new()
-        try:
+        with _named_write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.write_yaml(config)
-        except OSError as error:
-            raise UserError(f"train.output={self.folder} cannot be written: {error.strerror}") from error
+        self.write_yaml(config)
+
+    def remove_if_unfinished(self) -> None:
+        """Remove the folder of a run that has no finished epoch to go on from."""
+        if self.checkpoint() is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     @classmethod
     def open(cls, folder: str | Path) -> "Run":
@@ -152,11 +174,15 @@ class Run:
         final = parent / f"epoch_{epoch:04d}"
         temporary = parent / f".epoch_{epoch:04d}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        save_file(_contiguous(weights), temporary / "model.safetensors")
-        torch.save(state, temporary / "training_state.pt")
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
+        try:
+            with _named_write_errors(final):
+                temporary.mkdir(parents=True)
+                save_file(_contiguous(weights), temporary / "model.safetensors")
+                torch.save(state, temporary / "training_state.pt")
+                shutil.rmtree(final, ignore_errors=True)
+                temporary.rename(final)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
         for other in parent.iterdir():
             if other != final:
                 shutil.rmtree(other, ignore_errors=True)

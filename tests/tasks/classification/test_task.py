@@ -9,6 +9,7 @@ from fibottention.layers import PatternAttention
 from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig
 from fibottention.tasks.classification.options import classification_config, load_recipe
 from fibottention.tasks.classification.task import ClassificationTask, attention_spec, build_model, load_into
+from tests.pictures import photo_folder
 from tests.tiny import tiny_config
 
 
@@ -112,6 +113,19 @@ def test_bad_models_are_named(change, message):
     change(config)
     with pytest.raises(UserError, match=message):
         build_model(config, 10)
+
+
+def test_one_class_is_refused(tmp_path):
+    import shutil
+
+    root = photo_folder(tmp_path)
+    for split in ("train", "val"):
+        for name in ("cat", "rocket"):
+            shutil.rmtree(root / split / name)
+    config = tiny_config()
+    config.data.name, config.data.root, config.data.limit = "folder", str(root), None
+    with pytest.raises(UserError, match=r"only one class \(coffee\)"):
+        ClassificationTask(config)
 
 
 def test_mixup_needs_even_batches():

@@ -111,6 +111,11 @@ def classification_config(recipe: dict[str, Any], overrides: list[str] | None = 
         for option, value in options.items():
             flat.append(f"--{group}.{option}={value if isinstance(value, str) else json.dumps(value, default=str)}")
     parser = group_parser("fibottention train")
+    for word in [*flat, *words]:
+        option = word.split("=")[0]
+        # The parser would take an unambiguous beginning of an option for the option.
+        if option.startswith("--") and option not in _options() and not option.startswith("--model.options."):
+            raise UserError(_unknown(word))
     try:
         groups = parser.instantiate(parser.parse_args([*flat, *words]))
     except argparse.ArgumentError as error:
@@ -125,10 +130,13 @@ def _unknown(word: str) -> str:
     option = word.split("=")[0]
     if not option.startswith("--"):
         return f"unexpected word {word!r}; options are written --group.option value"
-    defaults = ClassificationConfig()
-    valid = [f"--{group}.{field.name}" for group in _GROUPS for field in fields(getattr(defaults, group))]
-    valid += ["--attention.name", "--resume"]
+    valid = [*_options(), "--attention.name", "--resume"]
     return f"there is no option {option}{nearest(option, valid, 'see fibottention train --help')}"
+
+
+def _options() -> list[str]:
+    defaults = ClassificationConfig()
+    return [f"--{group}.{field.name}" for group in _GROUPS for field in fields(getattr(defaults, group))]
 
 
 _TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}

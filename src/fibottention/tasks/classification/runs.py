@@ -75,7 +75,12 @@ def train_classification(
         highlight=False,
         soft_wrap=True,
     )
-    trainer.fit()
+    try:
+        trainer.fit()
+    except UserError:
+        if accelerator.is_main_process:
+            run.remove_if_unfinished()
+        raise
     if not accelerator.is_main_process:
         return None
     records = run.metrics()

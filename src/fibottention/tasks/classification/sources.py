@@ -257,7 +257,7 @@ def _split_folder(root: Path, config: DataConfig, train: bool) -> Path:
             return root / name
     option = "train_split" if train else "val_split"
     there = ", ".join(sorted(p.name for p in root.iterdir() if p.is_dir())[:8]) or "no folders"
-    raise UserError(f"data.root={root} has no folder {' or '.join(names)} (it has {there}); set data.{option}")
+    raise UserError(f"data.root={root} has no folder {' or '.join(names)} (it has {there}); name it with data.{option}")
 
 
 def _tiny_imagenet(config: DataConfig, train: bool) -> ImageSource:

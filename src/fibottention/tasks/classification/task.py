@@ -132,6 +132,8 @@ class ClassificationTask:
     def __init__(self, config: ClassificationConfig, *, train: bool = True) -> None:
         self.data = ClassificationData(config, train=train)
         self.num_classes = len(self.data.classes)
+        if self.num_classes < 2:
+            raise UserError(f"the data have only one class ({self.data.classes[0]}); classification needs at least 2")
         # Weights are drawn in a fork of the generator, so the same seed gives the same weights whatever ran before.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.train.seed)
