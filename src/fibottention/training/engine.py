@@ -278,7 +278,8 @@ class Trainer:
                     )
                 # Reading the loss has waited for the device, so the time of the steps since the last time is known.
                 now = time.perf_counter()
-                step_times.append((now - mark) / (step + 1 - last_timed))
+                if step or self.steps_per_epoch == 1:  # the first step also starts the workers and warms up
+                    step_times.append((now - mark) / (step + 1 - last_timed))
                 mark, last_timed = now, step + 1
                 rate = samples / (now - start)
                 progress.update(bar, status=f"loss {value:.3f}  {rate:.0f} images/s")
