@@ -73,6 +73,11 @@ class SparsifyReport:
         """Attention multiply-accumulates per image over the computed pairs."""
         return sum(layer.macs for layer in self.layers)
 
+    @property
+    def density(self) -> float:
+        """Computed multiply-accumulates as a share of those over all pairs."""
+        return self.macs / self.dense_macs
+
     def __str__(self) -> str:
         header = ("layer", "class", "heads", "head dim", "tokens", "density", "MACs before", "MACs after")
         rows = [
@@ -88,8 +93,16 @@ class SparsifyReport:
             )
             for layer in self.layers
         ]
-        share = self.macs / self.dense_macs
-        total = ("total", "", "", "", "", f"{share:.2%}", f"{self.dense_macs / 1e6:.2f} M", f"{self.macs / 1e6:.2f} M")
+        total = (
+            "total",
+            "",
+            "",
+            "",
+            "",
+            f"{self.density:.2%}",
+            f"{self.dense_macs / 1e6:.2f} M",
+            f"{self.macs / 1e6:.2f} M",
+        )
         widths = [max(len(row[i]) for row in (header, *rows, total)) for i in range(len(header))]
         lines = [
             "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
@@ -176,7 +189,6 @@ def _layer_report(site: _Site, sparse: PatternAttention) -> LayerReport:
     if dense_class == "TalkingHeadAttn":
         pattern = pattern.union()
     head_dim = getattr(module, "head_dim", None) or module.proj.in_features // module.num_heads
-    pairs = pattern.num_heads * pattern.sequence_length**2
     return LayerReport(
         path=site.path,
         attention_class=dense_class or "",
@@ -186,7 +198,7 @@ def _layer_report(site: _Site, sparse: PatternAttention) -> LayerReport:
         prefix_tokens=site.prefix_tokens,
         sequences=site.sequences,
         density=pattern.density(),
-        dense_macs=2 * pairs * head_dim * site.sequences,
+        dense_macs=pattern.dense_macs(head_dim) * site.sequences,
         macs=pattern.macs(head_dim) * site.sequences,
     )
 

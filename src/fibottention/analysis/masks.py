@@ -14,7 +14,7 @@ _LARGEST_PICTURE = 1024  # cells a side; longer sequences are binned
 
 
 def _picture(pattern: Pattern, head: int) -> np.ndarray:
-    """Share of kept pairs in each cell of a picture of a head's mask."""
+    """Which cells of a picture of a head's mask hold a kept pair."""
     stored = head if pattern.stored_heads > 1 else 0
     rows, length = pattern.rows, pattern.sequence_length
     first, last = rows.starts[stored * length], rows.starts[(stored + 1) * length]

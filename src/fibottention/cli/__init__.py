@@ -56,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(f"fibottention: {' '.join(str(error).split())}\n")
         return 2
+    except BrokenPipeError:
+        # The reader of our output has closed it, as `head` does; that is no error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            # The reader of our output has closed it, as `head` does; that is no error.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
         if os.environ.get("FIBOTTENTION_TRACEBACK") or error.strerror is None:
             raise
         sys.stderr.write(f"fibottention: {error.filename or 'input or output'}: {error.strerror}\n")

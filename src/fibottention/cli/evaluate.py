@@ -36,14 +36,13 @@ def run(words: list[str]) -> int:
     if arguments.device is not None:
         config.train.device = arguments.device
     accelerator = make_accelerator(config.train)
-    task = ClassificationTask(config, train=False)
+    task = ClassificationTask(config, train=False, model=model)
     if task.data.classes != classes:
         raise UserError(
             f"the data have other classes ({len(task.data.classes)}: {', '.join(task.data.classes[:3])}, ...) than "
             f"the model ({len(classes)}: {', '.join(classes[:3])}, ...)"
         )
-    task.model.load_state_dict(model.state_dict())
-    model = task.model.to(accelerator.device).eval()
+    model.to(accelerator.device)
     loader = task.val_loader if task.is_stream else accelerator.prepare(task.val_loader)
     batches = ([tensor.to(accelerator.device) for tensor in batch] for batch in loader)
     with torch.no_grad(), accelerator.autocast():

@@ -65,7 +65,6 @@ def _distances(pattern: Pattern, head: int) -> list[int] | None:
 
 
 def _summary(pattern: Pattern, spec: dict[str, object], head_dim: int, picture: Path) -> dict[str, object]:
-    dense = 2 * pattern.num_heads * pattern.sequence_length**2 * head_dim
     return {
         "spec": spec,
         "heads": [
@@ -77,7 +76,7 @@ def _summary(pattern: Pattern, spec: dict[str, object], head_dim: int, picture: 
         "pairs": pattern.nnz,
         "density": pattern.density(),
         "macs": pattern.macs(head_dim),
-        "dense_macs": dense,
+        "dense_macs": pattern.dense_macs(head_dim),
         "picture": str(picture),
     }
 
@@ -97,7 +96,7 @@ def _print(pattern: Pattern, title: str, head_dim: int, picture: Path) -> None:
         name = str(head + 1) if pattern.stored_heads > 1 else "all"
         table.add_row(name, text, f"{count:,}", f"{count / pattern.num_tokens**2:.3%}")
     console.print(table)
-    dense = 2 * pattern.num_heads * pattern.sequence_length**2 * head_dim
+    dense = pattern.dense_macs(head_dim)
     console.print(
         f"patch pairs {sum(pattern.patch_counts):,} of {pattern.num_heads * pattern.num_tokens**2:,} "
         f"({pattern.density(include_prefix=False):.3%})\n"

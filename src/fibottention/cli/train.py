@@ -61,6 +61,13 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def _stopped(how: str, folder: str) -> int:
+    """Say how to go on after Ctrl-C; returns the exit code."""
+    if is_main_process():
+        sys.stderr.write(f"fibottention: stopped; {how}: fibottention train --resume {shlex.quote(folder)}\n")
+    return 130
+
+
 def _new_folder(name: str) -> str:
     return str(Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
 
@@ -77,10 +84,7 @@ def _train(config: ClassificationConfig, folder: str, command: str | None, conso
     try:
         summary = train_classification(config, folder, command=command, console=console)
     except KeyboardInterrupt:
-        if is_main_process():
-            again = f"fibottention train --resume {shlex.quote(folder)}"
-            sys.stderr.write(f"fibottention: stopped; continue with: {again}\n")
-        return 130
+        return _stopped("continue with", folder)
     if summary is not None:
         console.print(
             f"best top-1 {summary['top1']:.2f} % after epoch {summary['best_epoch']}; run in {folder}; "
@@ -104,10 +108,7 @@ def _demo(recipe: dict[str, Any], words: list[str], command: str, console: Conso
         try:
             summary = train_classification(config, folder, command=command, console=console)
         except KeyboardInterrupt:
-            if is_main_process():
-                again = f"fibottention train --resume {shlex.quote(folder)}"
-                sys.stderr.write(f"fibottention: stopped; continue this run with: {again}\n")
-            return 130
+            return _stopped("continue this run with", folder)
         if summary is not None:
             summaries[name] = summary
     if not summaries:

@@ -1,13 +1,16 @@
 """Index tensors and masks of a pattern on a device: cached in eager mode, an opaque operation in compiled graphs."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fibottention.patterns.pattern import Pattern
 
-__all__ = ["kept_of_union", "pair_indices", "parse_for_graph", "pattern_mask"]
+__all__ = ["cached_on_device", "kept_of_union", "pair_indices", "parse_for_graph", "pattern_mask"]
+
+Made = TypeVar("Made")
 
 # A compiled or exported graph knows a pattern only by its text, so what it uses must stay alive.
 _kept_for_graphs: dict[str, Pattern] = {}
@@ -22,14 +25,14 @@ def pattern_mask(pattern: Pattern, device: torch.device) -> Tensor:
     """The boolean mask ``(H, T, T)`` on a device."""
     if torch.compiler.is_compiling():
         return _mask_for_graph(pattern.key, device)
-    return _cached(pattern, "mask", device, pattern.mask)
+    return cached_on_device(pattern, "mask", device, pattern.mask)
 
 
 def pair_indices(pattern: Pattern, device: torch.device) -> Tensor:
     """Stored head, query and key of each kept pair, ``(3, pairs)``, on a device."""
     if torch.compiler.is_compiling():
         return _indices_for_graph(pattern.key, device)
-    return _cached(pattern, "pairs", device, lambda device: torch.stack(pattern.pairs()).to(device))
+    return cached_on_device(pattern, "pairs", device, lambda device: torch.stack(pattern.pairs()).to(device))
 
 
 def kept_of_union(pattern: Pattern, device: torch.device) -> Tensor:
@@ -46,10 +49,11 @@ def kept_of_union(pattern: Pattern, device: torch.device) -> Tensor:
         kept[head, position] = True
         return kept
 
-    return _cached(pattern, "kept_of_union", device, make)
+    return cached_on_device(pattern, "kept_of_union", device, make)
 
 
-def _cached(pattern: Pattern, name: str, device: torch.device, make: Callable[[torch.device], Tensor]) -> Tensor:
+def cached_on_device(pattern: Pattern, name: str, device: torch.device, make: Callable[[torch.device], Made]) -> Made:
+    """What ``make`` makes of a pattern on a device, made once and kept as long as the pattern."""
     cache = pattern.__dict__.setdefault("_on_device", {})
     if (name, device) not in cache:
         cache[name, device] = make(device)

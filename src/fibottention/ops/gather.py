@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fibottention.ops.arguments import AttentionCall, WeightTransform
-from fibottention.ops.constants import pair_indices
+from fibottention.ops.constants import cached_on_device, pair_indices
 from fibottention.ops.pairs import pair_dot, pair_softmax, pair_sum, row_blocks
 from fibottention.patterns.pattern import Pattern
 
@@ -48,5 +48,10 @@ def transform_weights(weights: Tensor, transform: WeightTransform, pattern: Patt
         transform(weights[..., block.pairs.reshape(-1)].unflatten(-1, tuple(block.pairs.shape))).flatten(-2)
         for block in blocks
     ]
-    order = torch.cat([block.pairs.reshape(-1) for block in blocks])
-    return torch.cat(parts, -1)[..., order.argsort()]
+    order = cached_on_device(
+        pattern,
+        "order_of_blocks",
+        weights.device,
+        lambda device: torch.cat([block.pairs.reshape(-1) for block in blocks]).argsort(),
+    )
+    return torch.cat(parts, -1)[..., order]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fibottention.ops.constants import parse_for_graph
+from fibottention.ops.constants import cached_on_device, parse_for_graph
 from fibottention.patterns.pattern import Pattern, SparseRows
 
 __all__ = ["pair_dot", "pair_softmax", "pair_sum", "pair_sum_transposed", "row_blocks"]
@@ -45,13 +45,12 @@ class RowBlock:
 
 def row_blocks(pattern: Pattern, device: torch.device, transposed: bool = False) -> tuple[RowBlock, ...]:
     """The pattern's rows (or columns) grouped by length, on a device; made once per pattern and device."""
-    cache = pattern.__dict__.setdefault("_row_blocks", {})
-    found = cache.get((device, transposed))
-    if found is None:
+
+    def make(device: torch.device) -> tuple[RowBlock, ...]:
         compressed = pattern.columns if transposed else pattern.rows
-        found = tuple(_blocks(compressed, pattern.sequence_length, device))
-        cache[device, transposed] = found
-    return found
+        return tuple(_blocks(compressed, pattern.sequence_length, device))
+
+    return cached_on_device(pattern, "column_blocks" if transposed else "row_blocks", device, make)
 
 
 def _blocks(compressed: SparseRows, length: int, device: torch.device) -> Iterator[RowBlock]:

@@ -379,6 +379,14 @@ class Pattern:
         """
         return 2 * self.nnz * head_dim
 
+    def dense_macs(self, head_dim: int) -> int:
+        """Multiply-accumulates of QK^T and AV over all pairs, for one image and one layer.
+
+        Args:
+            head_dim: Size of one head.
+        """
+        return 2 * self.num_heads * self.sequence_length**2 * head_dim
+
     @cached_property
     def rows(self) -> SparseRows:
         """Keys of each query over the whole sequence; row ``g * T + i`` is query ``i`` of stored head ``g``."""

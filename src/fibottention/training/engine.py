@@ -87,15 +87,12 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     """The Accelerator of a configuration.
 
     Raises:
-        UserError: If the device is not there or an option is out of range.
+        UserError: If the device is not there or cannot do the mixed precision.
     """
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if train.device != "auto" and not available[train.device]:
         there = ", ".join(name for name, is_there in available.items() if is_there)
         raise UserError(f"train.device={train.device} is not available on this machine; available: {there}")
-    for name, value in (("train.gradient_accumulation", train.gradient_accumulation), ("train.epochs", train.epochs)):
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
     # Accelerate allows one configuration a process; each run has its own. A process group stays.
     AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
     try:

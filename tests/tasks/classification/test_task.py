@@ -6,9 +6,9 @@ from accelerate import Accelerator
 from fibottention import Dense, Fibottention
 from fibottention.errors import UserError
 from fibottention.layers import PatternAttention
-from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig
+from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, attention_spec
 from fibottention.tasks.classification.options import classification_config, load_recipe
-from fibottention.tasks.classification.task import ClassificationTask, attention_spec, build_model, load_into
+from fibottention.tasks.classification.task import ClassificationTask, build_model, load_into
 from tests.pictures import photo_folder
 from tests.tiny import tiny_config
 

@@ -4,9 +4,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from fibottention.errors import UserError
+from fibottention.specs import AttentionSpec, make_spec
 from fibottention.training.config import OptimConfig, TrainConfig
 
-__all__ = ["AugmentConfig", "ClassificationConfig", "DataConfig", "ModelConfig", "check_ranges"]
+__all__ = ["AugmentConfig", "ClassificationConfig", "DataConfig", "ModelConfig", "attention_spec", "check_ranges"]
 
 
 @dataclass
@@ -119,6 +120,22 @@ class ClassificationConfig:
     def to_dict(self) -> dict[str, Any]:
         """The options as plain data for YAML."""
         return _plain(asdict(self))
+
+
+def attention_spec(options: dict[str, Any]) -> AttentionSpec | None:
+    """The spec of the attention options, None for the name ``none``.
+
+    Raises:
+        UserError: If a name or field is not valid.
+    """
+    if str(options.get("name", "")).lower() in ("none", ""):
+        if len(options) > 1:
+            raise UserError(f"attention.name=none leaves the model as it is and takes no options, got {options}")
+        return None
+    try:
+        return make_spec(options)
+    except ValueError as error:
+        raise UserError(f"attention: {error}") from error
 
 
 # Option, smallest and largest value; None is no bound. A value of null is always allowed.

@@ -12,8 +12,8 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from fibottention.errors import UserError
-from fibottention.specs import make_spec, nearest
-from fibottention.tasks.classification.config import ClassificationConfig
+from fibottention.specs import nearest
+from fibottention.tasks.classification.config import ClassificationConfig, attention_spec
 
 __all__ = ["classification_config", "group_parser", "load_recipe", "spec_options"]
 
@@ -97,13 +97,8 @@ def classification_config(recipe: dict[str, Any], overrides: list[str] | None = 
         attention = {}
     attention.update(attention_words)
     attention.setdefault("name", "fibottention")
-    if str(attention["name"]).lower() not in ("none", ""):
-        try:
-            attention = make_spec(attention).to_dict()
-        except ValueError as error:
-            raise UserError(f"attention: {error}") from error
-    else:
-        attention["name"] = "none"
+    spec = attention_spec(attention)
+    attention = {"name": "none"} if spec is None else spec.to_dict()
     flat = []
     for group, options in recipe.items():
         if group == "attention":

@@ -17,7 +17,7 @@ from torch import nn
 import fibottention
 from fibottention.analysis.cost import whole_model_macs
 from fibottention.errors import UserError
-from fibottention.tasks.classification.config import ClassificationConfig, check_ranges
+from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.options import classification_config
 from fibottention.tasks.classification.task import ClassificationTask, build_model, load_into
 from fibottention.training.engine import Trainer, make_accelerator
@@ -49,7 +49,6 @@ def train_classification(
     Raises:
         UserError: If an option is not valid or the training data cannot be used.
     """
-    check_ranges(config)
     accelerator = make_accelerator(config.train)
     folder = broadcast_object_list([str(folder)])[0]  # a name with the time in it may differ among processes
     run = Run(folder) if command is not None else Run.open(folder)
@@ -71,7 +70,7 @@ def train_classification(
     out.print(
         f"{config.model.name}: {parameters / 1e6:.2f} M parameters, {len(task.data.classes)} classes, "
         f"{accelerator.num_processes} x {accelerator.device.type}"
-        + (f", attention {report.macs / report.dense_macs:.2%} of dense" if report else ""),
+        + (f", attention {report.density:.2%} of dense" if report else ""),
         highlight=False,
         soft_wrap=True,
     )
@@ -101,7 +100,7 @@ def train_classification(
         "attention": None
         if report is None
         else {
-            "density": report.macs / report.dense_macs,
+            "density": report.density,
             "macs": report.macs,
             "dense_macs": report.dense_macs,
             "layers": [asdict(layer) for layer in report.layers],
@@ -141,7 +140,7 @@ def load_config(run: Run) -> ClassificationConfig:
     saved = run.read_yaml()
     if saved.get("task") != "classification":
         raise UserError(f"{run.config_path} is not the configuration of an image classification run")
-    groups = {key: value for key, value in saved.items() if key not in ("task", "command", "classes")}
+    groups = {key: value for key, value in saved.items() if key not in ("task", "command")}
     return classification_config(groups)
 
 

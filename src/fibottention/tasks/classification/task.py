@@ -14,29 +14,13 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 from fibottention.adapters.timm import SparsifyReport, sparsify
 from fibottention.errors import UserError
-from fibottention.specs import AttentionSpec, make_spec, nearest
-from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig
+from fibottention.specs import nearest
+from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, attention_spec
 from fibottention.tasks.classification.data import ClassificationData
 from fibottention.training.engine import Evaluation
 from fibottention.training.run import load_weights
 
-__all__ = ["ClassificationTask", "attention_spec", "build_model", "load_into"]
-
-
-def attention_spec(options: dict[str, Any]) -> AttentionSpec | None:
-    """The spec of the attention options, None for the name ``none``.
-
-    Raises:
-        UserError: If a name or field is not valid.
-    """
-    if str(options.get("name", "")).lower() in ("none", ""):
-        if len(options) > 1:
-            raise UserError(f"attention.name=none leaves the model as it is and takes no options, got {options}")
-        return None
-    try:
-        return make_spec(options)
-    except ValueError as error:
-        raise UserError(f"attention: {error}") from error
+__all__ = ["ClassificationTask", "build_model", "load_into"]
 
 
 def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Module, SparsifyReport | None]:
@@ -125,19 +109,23 @@ class ClassificationTask:
     Args:
         config: All options.
         train: Whether training images are needed.
+        model: The model; made from the configuration if None.
     """
 
     main_metric = "top1"
 
-    def __init__(self, config: ClassificationConfig, *, train: bool = True) -> None:
+    def __init__(self, config: ClassificationConfig, *, train: bool = True, model: nn.Module | None = None) -> None:
         self.data = ClassificationData(config, train=train)
         self.num_classes = len(self.data.classes)
         if self.num_classes < 2:
             raise UserError(f"the data have only one class ({self.data.classes[0]}); classification needs at least 2")
-        # Weights are drawn in a fork of the generator, so the same seed gives the same weights whatever ran before.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.train.seed)
-            self.model, self.sparsify_report = build_model(config, self.num_classes)
+        self.sparsify_report: SparsifyReport | None = None
+        if model is None:
+            # Weights are drawn in a fork of the generator, so the same seed gives the same weights whatever ran before.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(config.train.seed)
+                model, self.sparsify_report = build_model(config, self.num_classes)
+        self.model = model
         self.train_loader, self.val_loader = self.data.train_loader, self.data.val_loader
         self.is_stream = self.data.is_stream
         self.label_smoothing = config.augment.label_smoothing
