@@ -7,7 +7,7 @@ from typing import Any as _Any
 
 from fibottention import layers, patterns, sequences
 from fibottention.layers import SparseAttention
-from fibottention.ops import BackendChoice, explain_backend, sparse_attention
+from fibottention.ops import BackendChoice, Twist, explain_backend, sparse_attention
 from fibottention.patterns import Pattern
 from fibottention.specs import (
     AttentionSpec,
@@ -41,6 +41,7 @@ __all__ = [
     "SlidingWindow",
     "SparseAttention",
     "SparseTransformer",
+    "Twist",
     "explain_backend",
     "layers",
     "make_spec",

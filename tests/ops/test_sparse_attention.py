@@ -41,6 +41,17 @@ def oracle(q, k, v, mask, bias=None, scale=None, fill="-inf"):
     return weights @ v
 
 
+def sliding_with_relation(heads, tokens, prefix=0, per_head=False):
+    """A window of two tokens on each side, whose five offsets are the buckets of a relative bias."""
+    offsets = [range(-2, 3)] * heads
+    if per_head:
+        offsets = [[o for o in range(-2, 3) if o != 2 - h % 3] for h in range(heads)]
+    pattern = Pattern.from_offsets(offsets, tokens, num_heads=heads, prefix_tokens=prefix)
+    _, query, key = pattern.pairs()
+    patch = (query >= prefix) & (key >= prefix)
+    return pattern.with_relation((key - query + 2)[patch], 5)
+
+
 def inputs(pattern, dtype=torch.float64, dim=6, value_dim=None, batch=2, layout="timm", seed=0):
     generator = torch.Generator().manual_seed(seed)
     heads, length = pattern.num_heads, pattern.sequence_length
@@ -82,7 +93,7 @@ def compare(pattern, backend, fill, dtype=torch.float64, with_bias=False, **kwar
 
 
 @pytest.mark.parametrize("fill", ["-inf", "zero"])
-@pytest.mark.parametrize("backend", ["reference", "gather"])
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_values_and_gradients(name, backend, fill):
     for with_bias in (False, True):
@@ -96,17 +107,39 @@ def test_sdpa_values_and_gradients(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa", "cpu"])
 def test_lower_precision(backend, dtype):
     compare(PATTERNS["wythoff_cls"], backend, "-inf", dtype, dim=16)
     if backend != "sdpa":
         compare(PATTERNS["wythoff_cls"], backend, "zero", dtype, dim=16)
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa", "cpu"])
 @pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (3, 5), (7, 2), (33, 33)])
 def test_odd_head_dims_and_contiguous_inputs(backend, dim, value_dim):
     compare(PATTERNS["wythoff_cls"], backend, "-inf", dim=dim, value_dim=value_dim, layout="contiguous")
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa", "cpu"])
+@pytest.mark.parametrize(("prefix", "per_head"), [(0, False), (2, False), (1, True)])
+def test_bias_from_a_table_by_relation(backend, prefix, per_head):
+    pattern = sliding_with_relation(3, 20, prefix, per_head)
+    q, k, v, grad = inputs(pattern)
+    table = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    length = pattern.sequence_length
+    token = torch.arange(length)
+    bucket = token[None] - token[:, None] + 2
+    inside = (bucket >= 0) & (bucket < 5) & (token >= prefix) & (token[:, None] >= prefix)
+    dense = torch.where(inside, table[:, bucket.clamp(0, 4)], 0.0)[None]
+    expected = oracle(q, k, v, pattern.mask(), dense)
+    out = sparse_attention(q, k, v, pattern, bias=table, backend=backend)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    for own, other in zip(
+        torch.autograd.grad((out * grad).sum(), (q, k, v, table)),
+        torch.autograd.grad((expected * grad).sum(), (q, k, v, table)),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
 
 
 def test_infinity_fill_equals_masked_sdpa():
@@ -123,7 +156,7 @@ def test_infinity_fill_equals_masked_sdpa():
         torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather"])
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
 def test_large_scores_do_not_overflow(backend):
     pattern = PATTERNS["wythoff_cls"]
     q, k, v, _ = inputs(pattern, torch.float32)
@@ -133,7 +166,7 @@ def test_large_scores_do_not_overflow(backend):
         assert all(t.isfinite().all() for t in (out, *grads))
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather"])
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
 def test_queries_without_a_key_give_zeros_and_take_no_gradient(backend):
     pattern = PATTERNS["empty_rows"]
     q, k, v, _ = inputs(pattern)
@@ -148,7 +181,7 @@ def test_queries_without_a_key_give_zeros_and_take_no_gradient(backend):
     assert (grad_v[:, unseen] == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa", "cpu"])
 def test_a_row_masked_whole_by_the_bias_gives_zeros(backend):
     pattern = PATTERNS["wythoff"]
     q, k, v, _ = inputs(pattern)
@@ -160,7 +193,7 @@ def test_a_row_masked_whole_by_the_bias_gives_zeros(backend):
         assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa", "cpu"])
 def test_bias_of_few_images_is_repeated_over_the_batch(backend):
     pattern = PATTERNS["shared_offsets"]
     q, k, v, _ = inputs(pattern, batch=6)
@@ -187,7 +220,7 @@ def test_returned_weights(name, fill):
         expected = dense[:, :, query, key]
     else:
         expected = dense[:, head, query, key].unsqueeze(1)
-    for backend in ("reference", "gather"):
+    for backend in ("reference", "gather", "cpu"):
         out, weights = sparse_attention(q, k, v, pattern, fill=fill, return_weights=True, backend=backend)
         torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
         own = torch.autograd.grad(weights.square().sum() + out.sum(), (q, k, v), retain_graph=True)
@@ -215,7 +248,7 @@ def test_transform_acts_row_by_row_on_the_kept_weights():
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa", "cpu"])
 def test_dropout_keeps_the_mean_and_follows_the_generator(backend):
     pattern = patterns.sliding_window(2, 400, 4)
     q, k, v, _ = inputs(pattern, torch.float32, batch=4)
@@ -231,7 +264,7 @@ def test_dropout_keeps_the_mean_and_follows_the_generator(backend):
     assert abs((run(1).mean() / full.mean()).item() - 1) < 0.03
 
 
-@pytest.mark.parametrize("backend", ["gather", "reference"])
+@pytest.mark.parametrize("backend", ["gather", "reference", "cpu"])
 def test_gradcheck(backend):
     pattern = wythoff(2, 7, prefix_tokens=1)
     q, k, v, _ = inputs(pattern, dim=3, batch=1, layout="contiguous")
@@ -251,15 +284,17 @@ def test_any_mask(heads, tokens, prefix, dim, seed):
     mask = torch.rand(heads, tokens, tokens, generator=generator) < density
     pattern = Pattern.from_mask(mask, prefix_tokens=prefix, allow_empty=True)
     for fill in ("-inf", "zero"):
-        compare(pattern, "gather", fill, dim=dim, seed=seed)
+        for backend in ("gather", "cpu"):
+            compare(pattern, backend, fill, dim=dim, seed=seed)
 
 
-def test_repeated_calls_are_equal_bit_for_bit():
+@pytest.mark.parametrize("backend", ["gather", "cpu"])
+def test_repeated_calls_are_equal_bit_for_bit(backend):
     pattern = patterns.random(4, 200, 0.05, prefix_tokens=1)
     q, k, v, grad = inputs(pattern, torch.float32)
 
     def run():
-        out = sparse_attention(q, k, v, pattern, backend="gather")
+        out = sparse_attention(q, k, v, pattern, backend=backend)
         return out, *torch.autograd.grad((out * grad.float()).sum(), (q, k, v))
 
     for a, b in zip(run(), run(), strict=True):
@@ -273,16 +308,17 @@ def test_the_pattern_may_be_a_temporary():
     torch.testing.assert_close(v.grad, torch.ones_like(v))
 
 
-def test_memory_of_gather_does_not_grow_with_the_square_of_the_tokens():
+@pytest.mark.parametrize("backend", ["gather", "cpu"])
+def test_memory_does_not_grow_with_the_square_of_the_tokens(backend):
     # 40,000 tokens: one head's square would be 6.4 GB.
     pattern = wythoff(2, 40_000, w_max=2000)
     q, k, v, _ = inputs(pattern, torch.float32, dim=4, batch=1)
-    out = sparse_attention(q, k, v, pattern)
+    out = sparse_attention(q, k, v, pattern, backend=backend)
     out.sum().backward()
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa"])
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa", "cpu"])
 def test_autocast_casts_like_sdpa(backend):
     pattern = PATTERNS["wythoff_cls"]
     q, k, v, grad = inputs(pattern, torch.float32)
@@ -292,7 +328,7 @@ def test_autocast_casts_like_sdpa(backend):
         grads = torch.autograd.grad((out.float() * grad.float()).sum(), (q, k, v))
     half = [t.detach().bfloat16().requires_grad_() for t in (q, k, v)]
     expected = sparse_attention(*half, pattern, backend=backend)
-    torch.testing.assert_close(out, expected, rtol=0, atol=0 if backend == "gather" else 2e-2)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0 if backend in ("gather", "cpu") else 2e-2)
     for own, other in zip(grads, torch.autograd.grad((expected.float() * grad.float()).sum(), half), strict=True):
         assert own.dtype == torch.float32
         torch.testing.assert_close(own, other.float(), rtol=2e-2, atol=2e-2)
@@ -300,7 +336,7 @@ def test_autocast_casts_like_sdpa(backend):
         assert sparse_attention(q, k, v, pattern, backend=backend).dtype == torch.float32
 
 
-@pytest.mark.parametrize("backend", ["gather", "sdpa", "reference"])
+@pytest.mark.parametrize("backend", ["gather", "sdpa", "reference", "cpu"])
 def test_compiles_without_graph_breaks(backend):
     pattern = PATTERNS["wythoff_cls"]
     q, k, v, grad = inputs(pattern, torch.float32)
@@ -323,15 +359,19 @@ def test_compiles_without_graph_breaks(backend):
 def test_auto_explains_its_choice():
     sparse, full = wythoff(4, 196), patterns.dense(4, 50)
     q = torch.zeros(1, 4, 196, 16)
-    assert explain_backend(q, sparse).backend == "gather"
+    assert explain_backend(q, sparse).backend == "cpu"
     assert "below" in explain_backend(q, sparse).reason
+    assert explain_backend(q, sparse, transform=torch.nn.Identity()).backend == "gather"
     q = torch.zeros(1, 4, 50, 8)
     assert explain_backend(q, full).backend == "sdpa"
     choice = explain_backend(q, full, return_weights=True)
-    assert choice.backend == "reference"
+    assert choice.backend == "cpu"
     assert "weights" in choice.reason
+    choice = explain_backend(q, full, transform=torch.nn.Identity())
+    assert choice.backend == "reference"
+    assert "transform" in choice.reason
     long = patterns.sliding_window(4, 40_000, 1500)
-    choice = explain_backend(torch.empty(1, 4, 40_000, 16, device="meta"), long)
+    choice = explain_backend(torch.empty(1, 4, 40_000, 16, device="meta"), long, transform=torch.nn.Identity())
     assert choice.backend == "gather"
     assert "too large" in choice.reason
 
@@ -352,10 +392,21 @@ def test_auto_explains_its_choice():
         ({"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
         ({"fill": "zero", "dropout_p": 0.1}, ValueError, "fill='zero' .* dropout_p"),
         ({"fill": "zero", "transform": torch.nn.Identity()}, ValueError, "fill='zero' .* transform"),
-        ({"bias": torch.zeros(37, 37)}, ValueError, "bias must be of shape"),
+        ({"bias": torch.zeros(37, 37, 1)}, ValueError, "bias must be of shape"),
+        ({"bias": torch.zeros(4, 9)}, ValueError, "bias is a table .*, but the pattern has no relation"),
+        (
+            {"bias": torch.zeros(4, 9), "pattern": sliding_with_relation(4, 37)},
+            ValueError,
+            r"bias must be of shape \(H, buckets\) = \(4, 5\), got \(4, 9\)",
+        ),
         ({"bias": torch.zeros(1, 3, 37, 37)}, ValueError, "bias must be of shape"),
         ({"bias": torch.zeros(5, 1, 37, 37)}, ValueError, r"batch of bias must divide the batch of q \(2\), got 5"),
-        ({"backend": "flash"}, ValueError, "backend must be one of auto, reference, gather, sdpa, got 'flash'"),
+        ({"backend": "flash"}, ValueError, "backend must be one of auto, reference, gather, sdpa, cpu, got 'flash'"),
+        (
+            {"backend": "cpu", "transform": torch.nn.Identity()},
+            ValueError,
+            "backend 'cpu' cannot serve this call: of all transforms it knows only Twist",
+        ),
         ({"backend": "sdpa", "fill": "zero"}, ValueError, "backend 'sdpa' cannot serve this call"),
         ({"backend": "sdpa", "return_weights": True}, ValueError, "backend 'sdpa' cannot serve this call"),
     ],

@@ -33,8 +33,8 @@ def brute_force(pattern: Pattern) -> np.ndarray:
             if pattern.offsets is not None:
                 keys = [i + o for o in pattern.offsets[stored] if 0 <= i + o < pattern.num_tokens]
             else:
-                starts, row = pattern._row_form.starts, stored * pattern.num_tokens + i
-                keys = pattern._row_form.indices[starts[row] : starts[row + 1]]
+                starts, row = pattern.row_form.starts, stored * pattern.num_tokens + i
+                keys = pattern.row_form.indices[starts[row] : starts[row + 1]]
             for j in keys:
                 mask[h, prefix + i, prefix + j] = True
     return mask
@@ -160,3 +160,30 @@ def test_empty_rows_are_found_exactly(tokens, offsets):
         first = int((~mask.any(1)).nonzero()[0])
         with pytest.raises(ValueError, match=f"query {first} "):
             Pattern.from_offsets([offsets], tokens)
+
+
+def test_a_relation_belongs_to_the_pattern():
+    window = Pattern.from_offsets([range(-1, 2)], 4, num_heads=2, prefix_tokens=1)
+    relation = [1, 2, 0, 1, 2, 0, 1, 2, 0, 1]  # key - query + 1 of the ten patch pairs
+    pattern = window.with_relation(relation, 3)
+    assert pattern.num_buckets == 3
+    assert pattern.relation.tolist() == relation
+    assert (pattern.mask() == window.mask()).all()
+    assert pattern is window.with_relation(torch.tensor(relation), 3)
+    assert pattern != window.with_relation(relation, 4)
+    assert pattern != window.with_relation(relation[::-1], 3)
+    assert window.relation is None
+    assert pickle.loads(pickle.dumps(pattern)) is pattern
+    assert pattern.union() is pattern
+    assert "3 buckets" in repr(pattern)
+    with pytest.raises(ValueError, match=r"one bucket per patch pair \(10\), got shape \(9,\)"):
+        window.with_relation(relation[1:], 3)
+    with pytest.raises(ValueError, match=r"relation must be in 0..1 \(num_buckets=2\), got 0..2"):
+        window.with_relation(relation, 2)
+    by_head = Pattern.from_offsets([[0], [-1, 0]], 2).with_relation([0, 0, 0, 1, 0], 2)
+    assert by_head.stored_heads == 2
+    for combine in (lambda: by_head.union(), lambda: by_head | by_head, lambda: by_head.permute_heads([1, 0])):
+        with pytest.raises(ValueError, match="of a pattern with a relation is not defined"):
+            combine()
+    # The same pairs in all heads, but with other buckets, are stored by head.
+    assert Pattern.from_offsets([[0]], 2, num_heads=2).with_relation([0, 1], 2).stored_heads == 1

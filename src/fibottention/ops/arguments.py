@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fibottention.ops.constants import pair_indices
+from fibottention.ops.constants import pair_indices, pair_relation
 from fibottention.patterns.pattern import Pattern
 
 __all__ = ["AttentionCall", "WeightTransform"]
@@ -31,7 +31,40 @@ class AttentionCall:
     dropout_p: float
     return_weights: bool
 
-    def tiled_bias(self, bias: Tensor) -> Tensor:
+    def dense_bias(self) -> Tensor | None:
+        """The bias as a tensor that broadcasts to ``(B, H, T, T)``."""
+        if self.bias is None or self.bias.ndim == 2:
+            pairs = self.pair_bias()
+            if pairs is None:
+                return None
+            head, query, key = pair_indices(self.pattern, pairs.device)
+            length, heads = self.pattern.sequence_length, self.pattern.num_heads
+            dense = pairs.new_zeros(1, heads, length, length)
+            if self.pattern.stored_heads == 1:
+                every = torch.arange(heads, device=pairs.device)[:, None]
+                return dense.index_put((torch.zeros_like(every), every, query, key), pairs[0])
+            return dense.index_put((torch.zeros_like(head), head, query, key), pairs[0, 0])
+        return self._over_batch(self.bias)
+
+    def pair_bias(self) -> Tensor | None:
+        """The bias of each kept pair, ``(1 or B, G, pairs)``."""
+        bias = self.kernel_bias()
+        if bias is None or bias.ndim == 3:
+            return None if bias is None else self._over_batch(bias)
+        with_zero = torch.cat([bias, bias.new_zeros(bias.shape[0], 1)], 1)
+        bucket = pair_relation(self.pattern, bias.device)
+        if self.pattern.stored_heads == 1:
+            return with_zero[:, bucket].unsqueeze(0)
+        head, _, _ = pair_indices(self.pattern, bias.device)
+        return with_zero[head, bucket][None, None]
+
+    def kernel_bias(self) -> Tensor | None:
+        """The bias as stored: by pair ``(images, G, pairs)`` for a dense one, or the table ``(H, buckets)``."""
+        if self.bias is None or self.bias.ndim == 2:
+            return self.bias
+        return self.pattern_weights(self.bias)
+
+    def _over_batch(self, bias: Tensor) -> Tensor:
         """Repeat a bias of a few images over the batch."""
         batch = self.q.shape[0]
         if bias.shape[0] in (1, batch):
@@ -91,7 +124,15 @@ def check_arguments(
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if fill == "zero" and (transform is not None or dropout_p):
         raise ValueError("fill='zero' gives weight to pairs that are not stored: transform and dropout_p need '-inf'")
-    if bias is not None:
+    if bias is not None and bias.ndim == 2:
+        if pattern.relation is None:
+            raise ValueError("bias is a table (H, buckets), but the pattern has no relation; see Pattern.with_relation")
+        if tuple(bias.shape) != (pattern.num_heads, pattern.num_buckets):
+            raise ValueError(
+                f"bias must be of shape (H, buckets) = {(pattern.num_heads, pattern.num_buckets)}, "
+                f"got {tuple(bias.shape)}"
+            )
+    elif bias is not None:
         wanted = (q.shape[0], q.shape[1], q.shape[2], q.shape[2])
         if bias.ndim != 4 or bias.shape[1] not in (1, wanted[1]) or tuple(bias.shape[2:]) != wanted[2:]:
             raise ValueError(f"bias must be of shape (1 or B, 1 or H, N, N) for {wanted}, got {tuple(bias.shape)}")

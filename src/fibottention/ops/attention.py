@@ -1,34 +1,44 @@
 """The public function `sparse_attention`, and the choice of its backend."""
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args, overload
 
 import torch
 from torch import Tensor
 
-from fibottention.ops import gather, reference, sdpa
+from fibottention.ops import cpu, gather, reference, sdpa
 from fibottention.ops.arguments import AttentionCall, WeightTransform, check_arguments
+from fibottention.ops.kernel import missing
 from fibottention.patterns.pattern import Pattern
 
 __all__ = ["Backend", "BackendChoice", "Fill", "explain_backend", "sparse_attention"]
 
-Backend = Literal["auto", "reference", "gather", "sdpa"]
+Backend = Literal["auto", "reference", "gather", "sdpa", "cpu"]
 Fill = Literal["-inf", "zero"]
 
 _BACKENDS: dict[str, Callable[[AttentionCall], tuple[Tensor, Tensor | None]]] = {
     "reference": reference.attention,
     "gather": gather.attention,
     "sdpa": sdpa.attention,
+    "cpu": cpu.attention,
 }
+
+_UNSUPPORTED: dict[str, Callable[[AttentionCall], str | None]] = {"sdpa": sdpa.unsupported, "cpu": cpu.unsupported}
 
 # Entries of a mask above which `auto` does not make one, whatever the density.
 _LARGEST_MASK = 2**28
 
+# Density above which `sdpa` under a mask is faster than the CPU kernel, in both passes together; see
+# benchmarks/results/crossover.md.
+_KERNEL_CROSSOVER = 0.6
 
-def _crossover_density(head_dim: int) -> float:
-    """Density above which `sdpa` was faster than `gather`, between the cross-over forward and that of both passes.
 
-    A fit to benchmarks/results/crossover.md (2 CPU cores: 3 % at head_dim 64, 5 % at 16), so a rough guide elsewhere.
+def _gather_crossover(head_dim: int) -> float:
+    """Density above which `sdpa` is faster than `gather`, between the cross-over forward and that of both passes.
+
+    A fit to measurements on two CPU cores (3 % at head_dim 64, 5 % at 16), so a rough guide elsewhere.
     """
     return 0.0225 + 0.48 / head_dim
 
@@ -100,15 +110,18 @@ def sparse_attention(
         v: Values ``(B, H, N, Dv)``.
         pattern: Which pairs are kept.
         bias: Added to the scaled scores, ``(B, H, N, N)``; batch and heads may be 1. A batch that divides B is
-            repeated along it (the shift masks of Swin windows).
+            repeated along it (the shift masks of Swin windows). Or, for a pattern with a relation, the table
+            ``(H, buckets)`` of a relative bias.
         scale: Factor of the scores; ``D ** -0.5`` if None.
         fill: What a pair outside the pattern gets: ``"-inf"`` weight 0, the paper's intent; ``"zero"`` logit 0, as in
             the released Fibottention code.
-        transform: Maps the kept weights row by row, ``(..., keys) -> (..., keys)``; zeros must stay zeros.
+        transform: Maps the kept weights row by row, ``(..., keys) -> (..., keys)``; zeros must stay zeros. `Twist`
+            is one that every backend but ``"sdpa"`` has built in.
         dropout_p: Dropout probability of the weights. Pass 0 in evaluation.
         return_weights: Also return the kept weights, after transform and dropout.
-        backend: ``"reference"`` (dense, float32 or better), ``"gather"`` (only the kept pairs), ``"sdpa"`` (fused
-            dense attention under a mask), or ``"auto"``; `explain_backend` tells which one that is and why.
+        backend: ``"cpu"`` (compiled kernel over the kept pairs), ``"gather"`` (plain PyTorch over the kept pairs, any
+            device), ``"sdpa"`` (fused dense attention under a mask), ``"reference"`` (dense, float32 or better), or
+            ``"auto"``; `explain_backend` tells which one that is and why.
 
     Returns:
         The output ``(B, H, N, Dv)`` in the dtype of q, or the output and the weights ``(B, G, pairs)`` in the order
@@ -154,17 +167,34 @@ def explain_backend(
 def _choose(call: AttentionCall, backend: str) -> BackendChoice:
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
-    lacking = sdpa.unsupported(call)
-    if backend == "sdpa" and lacking:
-        raise ValueError(f"backend 'sdpa' cannot serve this call: {lacking}; use 'gather' or 'auto'")
+    if backend in _UNSUPPORTED and (lacking := _UNSUPPORTED[backend](call)):
+        raise ValueError(f"backend {backend!r} cannot serve this call: {lacking}; use 'gather' or 'auto'")
     if backend != "auto":
         return BackendChoice(backend, "asked for by name")
-    pattern, crossover = call.pattern, _crossover_density(call.q.shape[-1])
-    density = pattern.density()
+    density, no_sdpa = call.pattern.density(), sdpa.unsupported(call)
+    sparse, crossover = _sparse_backend(call)
     if density < crossover:
-        return BackendChoice("gather", f"density {density:.2%} is below the cross-over {crossover:.2%}")
-    if not pattern.is_dense and pattern.stored_heads * pattern.sequence_length**2 > _LARGEST_MASK:
-        return BackendChoice("gather", f"a mask of {pattern.sequence_length} tokens would be too large")
-    if lacking is None:
+        return BackendChoice(sparse, f"density {density:.2%} is below the cross-over {crossover:.2%}")
+    length = call.pattern.sequence_length
+    if not call.pattern.is_dense and call.pattern.stored_heads * length**2 > _LARGEST_MASK:
+        return BackendChoice(sparse, f"a mask of {length} tokens would be too large")
+    if no_sdpa is None:
         return BackendChoice("sdpa", f"density {density:.2%} is at or above the cross-over {crossover:.2%}")
-    return BackendChoice("reference", f"density {density:.2%} is high and sdpa is ruled out: {lacking}")
+    if sparse == "cpu":
+        return BackendChoice("cpu", f"density {density:.2%} is high, but sdpa is ruled out: {no_sdpa}")
+    return BackendChoice("reference", f"density {density:.2%} is high, but sdpa is ruled out: {no_sdpa}")
+
+
+def _sparse_backend(call: AttentionCall) -> tuple[str, float]:
+    """The best backend for few pairs, and the density from which `sdpa` is faster."""
+    if cpu.unsupported(call) is None:
+        return "cpu", _KERNEL_CROSSOVER
+    if call.q.device.type == "cpu" and (reason := missing()) is not None:
+        _warn_once(f"{reason}; sparse_attention uses the slower backend 'gather' instead")
+    return "gather", _gather_crossover(call.q.shape[-1])
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fibottention.patterns.pattern import Pattern
 
-__all__ = ["cached_on_device", "kept_of_union", "pair_indices", "parse_for_graph", "pattern_mask"]
+__all__ = ["cached_on_device", "kept_of_union", "pair_indices", "pair_relation", "parse_for_graph", "pattern_mask"]
 
 Made = TypeVar("Made")
 
@@ -35,6 +35,22 @@ def pair_indices(pattern: Pattern, device: torch.device) -> Tensor:
     return cached_on_device(pattern, "pairs", device, lambda device: torch.stack(pattern.pairs()).to(device))
 
 
+def pair_relation(pattern: Pattern, device: torch.device) -> Tensor:
+    """Bucket of each kept pair, ``(pairs,)``, on a device; ``num_buckets`` for the pairs of prefix tokens."""
+    if torch.compiler.is_compiling():
+        return _relation_for_graph(pattern.key, device)
+
+    def make(device: torch.device) -> Tensor:
+        assert pattern.relation is not None
+        _, query, key = pattern.pairs()
+        bucket = torch.full(query.shape, pattern.num_buckets)
+        prefix = pattern.prefix_tokens
+        bucket[(query >= prefix) & (key >= prefix)] = torch.from_numpy(pattern.relation.astype("int64"))
+        return bucket.to(device)
+
+    return cached_on_device(pattern, "relation", device, make)
+
+
 def kept_of_union(pattern: Pattern, device: torch.device) -> Tensor:
     """Which pairs of ``pattern.union()`` each head keeps, ``(H, pairs)``, on a device."""
     if torch.compiler.is_compiling():
@@ -56,7 +72,9 @@ def cached_on_device(pattern: Pattern, name: str, device: torch.device, make: Ca
     """What ``make`` makes of a pattern on a device, made once and kept as long as the pattern."""
     cache = pattern.__dict__.setdefault("_on_device", {})
     if (name, device) not in cache:
-        cache[name, device] = make(device)
+        # What is made in inference mode could not be used in training later.
+        with torch.inference_mode(False):
+            cache[name, device] = make(device)
     return cache[name, device]
 
 
@@ -68,6 +86,17 @@ def _mask_for_graph(pattern: str, device: torch.device) -> Tensor:
 @torch.library.custom_op("fibottention::pair_indices", mutates_args=())
 def _indices_for_graph(pattern: str, device: torch.device) -> Tensor:
     return pair_indices(Pattern.parse(pattern), device).clone()
+
+
+@torch.library.custom_op("fibottention::pair_relation", mutates_args=())
+def _relation_for_graph(pattern: str, device: torch.device) -> Tensor:
+    return pair_relation(Pattern.parse(pattern), device).clone()
+
+
+@_relation_for_graph.register_fake
+def _(pattern: str, device: torch.device) -> Tensor:
+    known = parse_for_graph(pattern)
+    return torch.empty(known.nnz * known.stored_heads // known.num_heads, dtype=torch.int64, device=device)
 
 
 @torch.library.custom_op("fibottention::kept_of_union", mutates_args=())

@@ -1,9 +1,10 @@
-"""Floating-point operations of the pair operators, for ``torch.utils.flop_counter``."""
+"""Floating-point operations of the sparse operators, for ``torch.utils.flop_counter``."""
 
 from typing import Any
 
 from torch.utils.flop_counter import register_flop_formula
 
+from fibottention.ops.cpu import attention_backward_operator, attention_operator
 from fibottention.ops.pairs import pair_dot, pair_sum, pair_sum_transposed
 from fibottention.patterns.pattern import Pattern
 
@@ -23,3 +24,17 @@ def _dot_flops(a_shape: Any, b_shape: Any, pattern: str, **kwargs: Any) -> int:
 @register_flop_formula([op._opoverload.overloadpacket for op in (pair_sum, pair_sum_transposed)])
 def _sum_flops(weights_shape: Any, x_shape: Any, pattern: str, **kwargs: Any) -> int:
     return _pair_flops(x_shape, pattern)
+
+
+@register_flop_formula(attention_operator._opoverload.overloadpacket)
+def _attention_flops(q_shape: Any, k_shape: Any, v_shape: Any, *others: Any, **kwargs: Any) -> int:
+    """Dot products with the keys and sums of the values, as PyTorch counts its own attention."""
+    pattern = others[3]
+    return _pair_flops(q_shape, pattern) + _pair_flops(v_shape, pattern)
+
+
+@register_flop_formula(attention_backward_operator._opoverload.overloadpacket)
+def _attention_backward_flops(grad_shape: Any, weights: Any, q_shape: Any, *others: Any, **kwargs: Any) -> int:
+    """Gradients of weights, q, k and v; the probabilities are saved, so nothing is computed again."""
+    pattern = others[9]
+    return 2 * _pair_flops(q_shape, pattern) + 2 * _pair_flops(grad_shape, pattern)

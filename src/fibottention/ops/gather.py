@@ -15,8 +15,9 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Attention over just the kept pairs, and the kept weights if asked for."""
     pattern = call.pattern
     scores = pair_dot(call.q, call.k, pattern.key) * call.scale
-    if call.bias is not None:
-        scores = scores + call.tiled_bias(call.pattern_weights(call.bias)).to(scores.dtype)
+    bias = call.pair_bias()
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     weights, outside = pair_softmax(scores, pattern.key, call.zero_fill)
     if call.transform is not None:
         weights = transform_weights(weights, call.transform, pattern)

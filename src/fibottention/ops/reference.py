@@ -14,8 +14,9 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     q, k, v = (t if t.dtype == torch.float64 else t.float() for t in (call.q, call.k, call.v))
     mask = pattern_mask(call.pattern, q.device)
     scores = q @ k.transpose(-2, -1) * call.scale
-    if call.bias is not None:
-        scores = scores + call.tiled_bias(call.bias).to(scores.dtype)
+    bias = call.dense_bias()
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     scores = scores.masked_fill(~mask, 0.0 if call.zero_fill else float("-inf"))
     # A row without a finite score has no weights at all, where softmax would give NaN.
     dead = scores.isneginf().all(-1, keepdim=True)

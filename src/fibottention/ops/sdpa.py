@@ -24,9 +24,9 @@ def unsupported(call: AttentionCall) -> str | None:
 
 def attention(call: AttentionCall) -> tuple[Tensor, None]:
     """Fused dense attention under the pattern's mask; without a mask if all pairs are kept."""
-    mask: Tensor | None = None
-    if call.bias is not None:
-        mask = call.tiled_bias(call.bias).to(call.q.dtype)
+    mask = call.dense_bias()
+    if mask is not None:
+        mask = mask.to(call.q.dtype)
     if not call.pattern.is_dense:
         allowed = pattern_mask(call.pattern, call.q.device)
         mask = allowed if mask is None else mask.masked_fill(~allowed, float("-inf"))

@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = ["Pattern", "SparseRows"]
 
 Int64Array = NDArray[np.int64]
+Int32Array = NDArray[np.int32]
 
 _interned: WeakValueDictionary[str, "Pattern"] = WeakValueDictionary()
 
@@ -91,6 +92,9 @@ class Pattern:
         key: Stable text form; equal patterns have equal keys.
         stored_heads: 1 for a pattern that is the same in all heads, else ``num_heads``.
         patch_counts: Kept patch-to-patch pairs of each head.
+        row_form: The row form: the keys of each patch query, as patch tokens; None for the offset form.
+        relation: Bucket of each patch pair in a table of relative biases, in row-major order; None without one.
+        num_buckets: Number of buckets of that table; 0 without one.
     """
 
     num_heads: int
@@ -101,7 +105,9 @@ class Pattern:
     key: str
     stored_heads: int
     patch_counts: tuple[int, ...]
-    _row_form: SparseRows | None
+    row_form: SparseRows | None
+    relation: Int32Array | None
+    num_buckets: int
 
     def __init__(self) -> None:
         raise TypeError("make a Pattern with from_offsets, from_rows, from_mask or a factory of fibottention.patterns")
@@ -237,6 +243,8 @@ class Pattern:
         num_heads: int | None,
         prefix_tokens: int,
         allow_empty: bool,
+        relation: Int32Array | None = None,
+        num_buckets: int = 0,
     ) -> "Pattern":
         num_heads = stored_heads if num_heads is None else num_heads
         check_sizes(num_heads, num_tokens, prefix_tokens)
@@ -248,7 +256,7 @@ class Pattern:
         if not allow_empty and not prefix_tokens and (counts == 0).any():
             row = int(np.flatnonzero(counts == 0)[0])
             _raise_empty(row % num_tokens, row // num_tokens, "give it a key, for example the token itself")
-        if stored_heads > 1:
+        if stored_heads > 1 and relation is None:
             per_head = counts.reshape(stored_heads, num_tokens)
             if (per_head == per_head[0]).all():
                 by_head = indices.reshape(stored_heads, -1)
@@ -256,15 +264,18 @@ class Pattern:
                     counts, indices = per_head[0], by_head[0]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         indices = np.ascontiguousarray(indices, dtype=np.int64)
-        digest = hashlib.sha256(starts.tobytes() + indices.tobytes()).hexdigest()[:32]
-        key = _key(
-            "rows", num_heads, num_tokens, prefix_tokens, allow_empty, f"{len(indices)} patch pairs, sha256 {digest}"
-        )
+        content = starts.tobytes() + indices.tobytes() + (b"" if relation is None else relation.tobytes())
+        buckets = "" if relation is None else f"{num_buckets} buckets, "
+        body = f"{len(indices)} patch pairs, {buckets}sha256 {hashlib.sha256(content).hexdigest()[:32]}"
+        key = _key("rows", num_heads, num_tokens, prefix_tokens, allow_empty, body)
         if (known := _interned.get(key)) is not None:
             return known
         starts.setflags(write=False)
         indices.setflags(write=False)
-        return cls._make(key, num_heads, num_tokens, prefix_tokens, None, SparseRows(starts, indices), allow_empty)
+        if relation is not None:
+            relation.setflags(write=False)
+        rows = SparseRows(starts, indices)
+        return cls._make(key, num_heads, num_tokens, prefix_tokens, None, rows, allow_empty, relation, num_buckets)
 
     @classmethod
     def _make(
@@ -276,6 +287,8 @@ class Pattern:
         offsets: tuple[tuple[int, ...], ...] | None,
         row_form: SparseRows | None,
         allow_empty: bool,
+        relation: Int32Array | None = None,
+        num_buckets: int = 0,
     ) -> "Pattern":
         if offsets is not None:
             counts = [sum(num_tokens - abs(o) for o in head) for head in offsets]
@@ -291,8 +304,10 @@ class Pattern:
             num_tokens=num_tokens,
             prefix_tokens=prefix_tokens,
             offsets=offsets,
-            _row_form=row_form,
+            row_form=row_form,
             allow_empty=allow_empty,
+            relation=relation,
+            num_buckets=num_buckets,
         )
         return _interned.setdefault(key, pattern)
 
@@ -326,8 +341,10 @@ class Pattern:
             self.num_tokens,
             self.prefix_tokens,
             self.offsets,
-            self._row_form,
+            self.row_form,
             self.allow_empty,
+            self.relation,
+            self.num_buckets,
         )
 
     def __copy__(self) -> "Pattern":
@@ -418,8 +435,8 @@ class Pattern:
 
     def _patch_rows(self) -> tuple[Int64Array, Int64Array]:
         """Number of keys of each patch query, and the keys, without the prefix tokens."""
-        if self._row_form is not None:
-            return np.diff(self._row_form.starts), self._row_form.indices
+        if self.row_form is not None:
+            return np.diff(self.row_form.starts), self.row_form.indices
         assert self.offsets is not None
         queries = np.arange(self.num_tokens)[:, None]
         counts, keys = [], []
@@ -449,16 +466,60 @@ class Pattern:
         length = self.sequence_length
         if self.stored_heads * length**2 > 2**31:
             raise ValueError(f"mask() of {self.stored_heads} heads and {length} tokens would need over 2 GiB")
-        mask = torch.zeros(self.stored_heads, length, length, dtype=torch.bool)
-        mask[self.pairs()] = True
+        with torch.inference_mode(False):  # a mask made in inference mode could not be used in training later
+            mask = torch.zeros(self.stored_heads, length, length, dtype=torch.bool)
+            mask[self.pairs()] = True
         return mask
 
+    def with_relation(self, relation: Sequence[int] | NDArray[np.integer] | Tensor, num_buckets: int) -> "Pattern":
+        """The same pairs, each patch pair with a bucket of a table of relative biases; in row form.
+
+        `sparse_attention` then takes the table ``(H, num_buckets)`` as its ``bias``. Pairs of prefix tokens get none.
+
+        Args:
+            relation: ``(patch pairs,)`` bucket of each patch pair: stored head by stored head, query by query, keys
+                ascending.
+            num_buckets: Number of buckets.
+
+        Raises:
+            ValueError: If the length or a bucket is out of range.
+        """
+        counts, keys = self._patch_rows()
+        buckets = np.asarray(relation)
+        if buckets.shape != keys.shape:
+            raise ValueError(f"relation must hold one bucket per patch pair ({len(keys)}), got shape {buckets.shape}")
+        if buckets.size and not 0 <= buckets.min() <= buckets.max() < num_buckets:
+            raise ValueError(
+                f"relation must be in 0..{num_buckets - 1} (num_buckets={num_buckets}), "
+                f"got {buckets.min()}..{buckets.max()}"
+            )
+        return Pattern._from_sorted_rows(
+            counts,
+            keys,
+            stored_heads=self.stored_heads,
+            num_tokens=self.num_tokens,
+            num_heads=self.num_heads,
+            prefix_tokens=self.prefix_tokens,
+            allow_empty=self.allow_empty,
+            relation=np.array(buckets, dtype=np.int32),
+            num_buckets=num_buckets,
+        )
+
+    def _refuse_relation(self, what: str) -> None:
+        if self.relation is not None:
+            raise ValueError(f"{what} of a pattern with a relation is not defined; make it before with_relation")
+
     def union(self) -> "Pattern":
-        """The pattern, the same in all heads, that keeps each pair that some head keeps."""
+        """The pattern, the same in all heads, that keeps each pair that some head keeps.
+
+        Raises:
+            ValueError: If the pattern differs between heads and has a relation.
+        """
         return self if self.stored_heads == 1 else self._union
 
     @cached_property
     def _union(self) -> "Pattern":
+        self._refuse_relation("the union")
         if self.offsets is not None:
             return self._like_offsets([{o for head in self.offsets for o in head}])
         head, query, key = self._patch_pairs()
@@ -470,6 +531,8 @@ class Pattern:
         theirs = (other.num_heads, other.num_tokens, other.prefix_tokens)
         if mine != theirs:
             raise ValueError(f"patterns must agree in (heads, tokens, prefix tokens) to be united: {mine} and {theirs}")
+        self._refuse_relation("the union")
+        other._refuse_relation("the union")
         heads = max(self.stored_heads, other.stored_heads)
         if self.offsets is not None and other.offsets is not None:
             left, right = self.offsets * (heads // len(self.offsets)), other.offsets * (heads // len(other.offsets))
@@ -493,6 +556,7 @@ class Pattern:
             raise ValueError(f"order must be a permutation of 0..{self.num_heads - 1}, got {list(order)}")
         if self.stored_heads == 1:
             return self
+        self._refuse_relation("a permutation of the heads")
         if self.offsets is not None:
             return self._like_offsets([self.offsets[h] for h in order])
         head, query, key = self._patch_pairs()
