@@ -24,16 +24,16 @@ struct PatternTables {
     int64_t longest_row;
     int64_t longest_column;
     const int64_t* head_pairs;  // (stored_heads,) kept patch pairs of each head
+    const int64_t* row_starts;  // (stored_heads * N + 1,) first patch pair of each row
 
     // Offset form: sorted offsets of each stored head. Else null.
     const int32_t* offsets;
     const int64_t* offset_starts;  // (stored_heads + 1,)
-    // (stored_heads * N,) patch pairs before this row, less the offsets that lie left of the sequence: the patch pair
-    // of query i and offset number t is row_base[i] + t.
+    // (stored_heads * N,) row_starts less the number of offsets that lie left of the sequence: the patch pair of query i
+    // and offset number t is row_base[i] + t.
     const int64_t* row_base;
 
-    // Row form: compressed rows and columns over the patch tokens. Else null.
-    const int64_t* row_starts;  // (stored_heads * N + 1,)
+    // Row form: the keys of each row, and compressed columns. Else null.
     const int32_t* row_keys;
     const int64_t* column_starts;
     const int32_t* column_queries;

@@ -106,7 +106,7 @@ struct Lists {
     int64_t block;         // which block of pairs within the image
     int64_t index;         // (image, head) as one number
     int64_t pairs_offset;  // first pair of this image's block
-    int64_t first_patch = 0;  // patch pairs before this stored head
+    int64_t first_patch;   // patch pairs before this stored head
     int64_t low = 0, high = 0;  // offsets inside the sequence, moved along from row to row
 
     Lists(const PatternTables& pattern, int64_t index)
@@ -114,7 +114,7 @@ struct Lists {
         stored = p.stored_heads == 1 ? 0 : head;
         block = p.stored_heads == 1 ? head : 0;
         pairs_offset = (batch * (p.heads / p.stored_heads) + block) * p.pairs;
-        for (int64_t s = 0; s < stored; ++s) first_patch += p.head_pairs[s];
+        first_patch = p.row_starts[stored * p.tokens];
     }
 
     int64_t length() const { return p.prefix + p.tokens; }
@@ -145,11 +145,8 @@ struct Lists {
     }
 
     // First patch pair of patch query i.
-    int64_t patch_row(int64_t i) {
-        const int64_t row = stored * p.tokens + i;
-        if (!p.offsets) return p.row_starts[row];
-        window(-i, p.tokens - i);
-        return p.row_base[row] + low;
+    int64_t patch_row(int64_t i) const {
+        return p.row_starts[stored * p.tokens + i];
     }
 
     // Keys of a query. Sets the row's count and first pair.
@@ -166,6 +163,7 @@ struct Lists {
         keys += p.prefix;
         int64_t count;
         if (p.offsets) {
+            window(-i, p.tokens - i);
             const int32_t* offsets = p.offsets + p.offset_starts[stored] + low;
             count = high - low;
             for (int64_t n = 0; n < count; n += 8)

@@ -1,5 +1,9 @@
+import os
+
 import pytest
 import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when the Triton kernels are imported
 
 torch.set_num_threads(2)
 

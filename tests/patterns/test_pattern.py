@@ -185,5 +185,4 @@ def test_a_relation_belongs_to_the_pattern():
     for combine in (lambda: by_head.union(), lambda: by_head | by_head, lambda: by_head.permute_heads([1, 0])):
         with pytest.raises(ValueError, match="of a pattern with a relation is not defined"):
             combine()
-    # The same pairs in all heads, but with other buckets, are stored by head.
     assert Pattern.from_offsets([[0]], 2, num_heads=2).with_relation([0, 1], 2).stored_heads == 1

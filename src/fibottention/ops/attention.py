@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple, get_args, overload
 import torch
 from torch import Tensor
 
-from fibottention.ops import cpu, gather, reference, sdpa
+from fibottention.ops import cpu, gather, reference, sdpa, triton
 from fibottention.ops.arguments import AttentionCall, WeightTransform, check_arguments
 from fibottention.ops.kernel import missing
 from fibottention.patterns.pattern import Pattern
 
 __all__ = ["Backend", "BackendChoice", "Fill", "explain_backend", "sparse_attention"]
 
-Backend = Literal["auto", "reference", "gather", "sdpa", "cpu"]
+Backend = Literal["auto", "reference", "gather", "sdpa", "cpu", "triton"]
 Fill = Literal["-inf", "zero"]
 
 _BACKENDS: dict[str, Callable[[AttentionCall], tuple[Tensor, Tensor | None]]] = {
@@ -23,9 +23,14 @@ _BACKENDS: dict[str, Callable[[AttentionCall], tuple[Tensor, Tensor | None]]] = 
     "gather": gather.attention,
     "sdpa": sdpa.attention,
     "cpu": cpu.attention,
+    "triton": triton.attention,
 }
 
-_UNSUPPORTED: dict[str, Callable[[AttentionCall], str | None]] = {"sdpa": sdpa.unsupported, "cpu": cpu.unsupported}
+_UNSUPPORTED: dict[str, Callable[[AttentionCall], str | None]] = {
+    "sdpa": sdpa.unsupported,
+    "cpu": cpu.unsupported,
+    "triton": triton.unsupported,
+}
 
 # Entries of a mask above which `auto` does not make one, whatever the density.
 _LARGEST_MASK = 2**28
@@ -116,12 +121,12 @@ def sparse_attention(
         fill: What a pair outside the pattern gets: ``"-inf"`` weight 0, the paper's intent; ``"zero"`` logit 0, as in
             the released Fibottention code.
         transform: Maps the kept weights row by row, ``(..., keys) -> (..., keys)``; zeros must stay zeros. `Twist`
-            is one that every backend but ``"sdpa"`` has built in.
+            is one that the kernel of ``"cpu"`` has built in.
         dropout_p: Dropout probability of the weights. Pass 0 in evaluation.
         return_weights: Also return the kept weights, after transform and dropout.
-        backend: ``"cpu"`` (compiled kernel over the kept pairs), ``"gather"`` (plain PyTorch over the kept pairs, any
-            device), ``"sdpa"`` (fused dense attention under a mask), ``"reference"`` (dense, float32 or better), or
-            ``"auto"``; `explain_backend` tells which one that is and why.
+        backend: ``"cpu"`` (compiled kernel over the kept pairs), ``"triton"`` (the same on a GPU), ``"gather"`` (plain
+            PyTorch over the kept pairs, any device), ``"sdpa"`` (fused dense attention under a mask), ``"reference"``
+            (dense, float32 or better), or ``"auto"``; `explain_backend` tells which one that is and why.
 
     Returns:
         The output ``(B, H, N, Dv)`` in the dtype of q, or the output and the weights ``(B, G, pairs)`` in the order
@@ -189,6 +194,8 @@ def _sparse_backend(call: AttentionCall) -> tuple[str, float]:
     """The best backend for few pairs, and the density from which `sdpa` is faster."""
     if cpu.unsupported(call) is None:
         return "cpu", _KERNEL_CROSSOVER
+    if call.q.device.type == "cuda" and triton.unsupported(call) is None:
+        return "triton", _gather_crossover(call.q.shape[-1])
     if call.q.device.type == "cpu" and (reason := missing()) is not None:
         _warn_once(f"{reason}; sparse_attention uses the slower backend 'gather' instead")
     return "gather", _gather_crossover(call.q.shape[-1])

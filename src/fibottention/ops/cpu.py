@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fibottention.ops.arguments import AttentionCall
 from fibottention.ops.constants import parse_for_graph
+from fibottention.ops.eager import is_plain
 from fibottention.ops.kernel import kernel, missing
 from fibottention.ops.twist import Twist
 from fibottention.patterns.pattern import Pattern
@@ -62,7 +62,7 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         None if bias is None else bias.to(dtype),
         None if twist is None else twist.scale.to(dtype),
     )
-    plain = _plain(tensors)
+    plain = is_plain(tensors)
     # A functorch transform hides whether a derivative will be asked for.
     differentiated = torch.is_grad_enabled() and (not plain or any(t is not None and t.requires_grad for t in tensors))
     options = _Options(
@@ -82,19 +82,6 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     else:
         out, probabilities, weights, _ = _forward(*tensors, seed, call.pattern, options)
     return out, (weights if options.transformed else probabilities) if call.return_weights else None
-
-
-def _plain(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether nobody watches or transforms the operators of these tensors."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
-        and not is_in_torch_dispatch_mode()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.jit.is_tracing()
-        and tensors[0] is not None
-        and tensors[0].device.type == "cpu"
-    )
 
 
 def _sum_dtype(q: Tensor) -> torch.dtype:
@@ -343,7 +330,7 @@ def _derive(ctx: Any, grad_out: Any, grad_probabilities: Any, grad_weights: Any,
         grad_out = q.new_zeros(*q.shape[:3], v.shape[3])
     needed = tuple(ctx.needs_input_grad[:3])
     tensors = (grad_out, grad_weights if options.transformed else grad_probabilities, q, k, v, *others)
-    if _plain(tensors):
+    if is_plain(tensors):
         with torch.no_grad():
             gradients = _backward(*tensors, pattern, options, needed)  # type: ignore
     else:

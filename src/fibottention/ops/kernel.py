@@ -31,7 +31,7 @@ class _Tables(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("heads", "stored_heads", "tokens", "prefix", "pairs")),
         *((name, c_int64) for name in ("longest_row", "longest_column")),
-        *((name, c_void_p) for name in ("head_pairs", "offsets", "offset_starts", "row_base", "row_starts")),
+        *((name, c_void_p) for name in ("head_pairs", "row_starts", "offsets", "offset_starts", "row_base")),
         *((name, c_void_p) for name in ("row_keys", "column_starts", "column_queries", "column_pairs", "relation")),
         ("buckets", c_int64),
     )
@@ -91,7 +91,8 @@ class PatternTables:
         # The kernel reads offsets eight at a time.
         arrays["offsets"] = np.pad(np.concatenate(heads), (0, 8)).astype(np.int32)
         arrays["offset_starts"] = np.cumsum([0, *(len(head) for head in heads)])
-        arrays["row_base"] = np.cumsum(row_counts) - row_counts - low
+        arrays["row_starts"] = np.concatenate([[0], np.cumsum(row_counts)])
+        arrays["row_base"] = arrays["row_starts"][:-1] - low
         return row_counts, column_counts
 
     @staticmethod
