@@ -1,4 +1,4 @@
-"""The command line: ``fibottention train | evaluate | predict | inspect | report``."""
+"""The command line: ``fibottention train | evaluate | predict | inspect | report | benchmark``."""
 
 import importlib
 import os
@@ -14,6 +14,7 @@ _COMMANDS = {
     "train": "train a model; without arguments, the demo on embedded images",
     "evaluate": "evaluate a run or a checkpoint on its validation images",
     "predict": "classify images with a run",
+    "benchmark": "time sparse attention against its rivals on this machine",
     "inspect": "show the offsets, density and cost of an attention spec, and draw its masks",
     "report": "write one HTML page about one or several runs",
 }
