@@ -21,8 +21,8 @@ namespace FIBOTTENTION_ISA {
 namespace {
 
 #include "vectors.h"
-#include "kernels.h"
 #include "pairs.h"
+#include "kernels.h"
 #include "work.h"
 
 // Softmax of the scores of a row, padded with -inf to V vectors that stay in registers. Returns the weight of each of
@@ -168,26 +168,23 @@ template <typename T>
 struct Forward : Work<T> {
     using Work<T>::Work;
 
-    bool prepare() { return this->allocate(this->a.pattern->longest_row, false, this->a.head_dim, this->a.value_dim); }
+    bool prepare() {
+        const AttentionArguments& a = this->a;
+        return this->allocate(a.pattern->longest_row, false, a.k, a.head_dim, a.v, a.value_dim);
+    }
     void list(Lists& lists, Row& row) { lists.keys_of(row, this->lists + row.slot); }
     void take_head(const Lists& lists) {
         this->take(0, this->a.k, this->a.head_dim, lists);
         this->take(1, this->a.v, this->a.value_dim, lists);
-        this->query = this->rows_of(this->a.q, this->a.head_dim, lists);
-        this->result[0] = this->rows_of(this->a.out, this->a.value_dim, lists);
     }
 
-    void tile(const Lists& lists, int64_t rows) {
+    void tile(const Lists& lists) {
         const AttentionArguments& a = this->a;
         const PatternTables& p = *a.pattern;
         const int64_t length = p.prefix + p.tokens;
         T* const scores = this->first;
-        for (int64_t r = 0; r < rows; ++r) {
-            const Row& row = this->rows[r];
-            const T* q = this->read(this->query, row.token);
-            this->dots_with(q, T(a.scale), 0, row, scores + row.slot);
-        }
-        for (int64_t r = 0; r < rows; ++r) {
+        this->dots_with(this->read(a.q, a.head_dim, lists), T(a.scale), 0, scores);
+        for (int64_t r = 0; r < this->row_count; ++r) {
             const Row& row = this->rows[r];
             T* s = scores + row.slot;
             if (a.bias) add_bias<T>(a, lists, s, row);
@@ -203,17 +200,16 @@ struct Forward : Work<T> {
                 for (int64_t i = 0; i < row.count; ++i) s[i] -= rest;
             }
         }
-        for (int64_t r = 0; r < rows; ++r) {
-            const Row& row = this->rows[r];
-            T* out = this->output(this->result[0], row.token);
-            this->weighted_by(scores + row.slot, 1, row, out);
-            if (a.zero_fill) {
-                const T rest = static_cast<const T*>(a.rest)[lists.index * length + row.token];
-                const T* sums = static_cast<const T*>(a.value_sums) + lists.index * a.value_dim;
-                for (int64_t d = 0; d < a.value_dim; ++d) out[d] += rest * sums[d];
+        const Tile<T> out = this->tile_of(a.out, a.value_dim, lists);
+        this->weighted_by(scores, 1, out);
+        if (a.zero_fill) {
+            const T* sums = static_cast<const T*>(a.value_sums) + lists.index * a.value_dim;
+            for (int64_t r = 0; r < this->row_count; ++r) {
+                const T rest = static_cast<const T*>(a.rest)[lists.index * length + this->rows[r].token];
+                for (int64_t d = 0; d < a.value_dim; ++d) out.row(r)[d] += rest * sums[d];
             }
-            this->finish(this->result[0], row.token);
         }
+        this->write(out, a.out, a.value_dim, lists);
     }
 };
 
@@ -222,33 +218,33 @@ template <typename T>
 struct BackwardRows : Work<T> {
     using Work<T>::Work;
 
-    bool prepare() { return this->allocate(this->a.pattern->longest_row, false, this->a.head_dim, this->a.value_dim); }
+    bool prepare() {
+        const AttentionArguments& a = this->a;
+        return this->allocate(a.pattern->longest_row, false, a.k, a.head_dim, a.v, a.value_dim);
+    }
     void list(Lists& lists, Row& row) { lists.keys_of(row, this->lists + row.slot); }
     void take_head(const Lists& lists) {
         this->take(0, this->a.k, this->a.head_dim, lists);
         this->take(1, this->a.v, this->a.value_dim, lists);
-        this->query = this->rows_of(this->a.grad_out, this->a.value_dim, lists);
-        this->result[0] = this->rows_of(this->a.grad_q, this->a.head_dim, lists);
     }
 
-    void tile(const Lists& lists, int64_t rows) {
+    void tile(const Lists& lists) {
         const AttentionArguments& a = this->a;
         const PatternTables& p = *a.pattern;
         const int64_t length = p.prefix + p.tokens;
         T* const grads = this->first;
         T* const other = this->second;
-        for (int64_t r = 0; r < rows; ++r) {
-            const Row& row = this->rows[r];
-            const T* g = this->read(this->query, row.token);
-            this->dots_with(g, T(1), 1, row, grads + row.slot);
-            if (a.zero_fill) {
-                const T* sums = static_cast<const T*>(a.value_sums) + lists.index * a.value_dim;
+        const Tile<T> grad_out = this->read(a.grad_out, a.value_dim, lists);
+        this->dots_with(grad_out, T(1), 1, grads);
+        if (a.zero_fill) {
+            const T* sums = static_cast<const T*>(a.value_sums) + lists.index * a.value_dim;
+            for (int64_t r = 0; r < this->row_count; ++r) {
                 T dot = 0;
-                for (int64_t d = 0; d < a.value_dim; ++d) dot += g[d] * sums[d];
-                other[row.slot] = dot;
+                for (int64_t d = 0; d < a.value_dim; ++d) dot += grad_out.row(r)[d] * sums[d];
+                other[this->rows[r].slot] = dot;
             }
         }
-        for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t r = 0; r < this->row_count; ++r) {
             const Row& row = this->rows[r];
             T* g = grads + row.slot;
             const int64_t pair = lists.pairs_offset + row.first_pair;
@@ -281,12 +277,9 @@ struct BackwardRows : Work<T> {
             }
         }
         if (!a.grad_q.data) return;
-        for (int64_t r = 0; r < rows; ++r) {
-            const Row& row = this->rows[r];
-            T* out = this->output(this->result[0], row.token);
-            this->weighted_by(grads + row.slot, 0, row, out);
-            this->finish(this->result[0], row.token);
-        }
+        const Tile<T> out = this->tile_of(a.grad_q, a.head_dim, lists);
+        this->weighted_by(grads, 0, out);
+        this->write(out, a.grad_q, a.head_dim, lists);
     }
 };
 
@@ -296,17 +289,16 @@ struct BackwardColumns : Work<T> {
     using Work<T>::Work;
 
     bool prepare() {
-        return this->allocate(this->a.pattern->longest_column, true, this->a.head_dim, this->a.value_dim);
+        const AttentionArguments& a = this->a;
+        return this->allocate(a.pattern->longest_column, true, a.q, a.head_dim, a.grad_out, a.value_dim);
     }
     void list(Lists& lists, Row& row) { lists.queries_of(row, this->lists + row.slot, this->positions + row.slot); }
     void take_head(const Lists& lists) {
         this->take(0, this->a.q, this->a.head_dim, lists);
         this->take(1, this->a.grad_out, this->a.value_dim, lists);
-        this->result[0] = this->rows_of(this->a.grad_k, this->a.head_dim, lists);
-        this->result[1] = this->rows_of(this->a.grad_v, this->a.value_dim, lists);
     }
 
-    void tile(const Lists& lists, int64_t rows) {
+    void tile(const Lists& lists) {
         const AttentionArguments& a = this->a;
         const PatternTables& p = *a.pattern;
         const int64_t length = p.prefix + p.tokens;
@@ -314,40 +306,36 @@ struct BackwardColumns : Work<T> {
         const T* const weights = static_cast<const T*>(a.weights) + lists.pairs_offset;
         const T scale = T(a.scale);
         if (a.grad_k.data)
-            for (int64_t r = 0; r < rows; ++r) {
+            for (int64_t r = 0; r < this->row_count; ++r) {
                 const Row& row = this->rows[r];
                 const int64_t* pairs = this->positions + row.slot;
                 for (int64_t i = 0; i < row.count; ++i) this->first[row.slot + i] = scale * scores[pairs[i]];
             }
         if (a.grad_v.data)
-            for (int64_t r = 0; r < rows; ++r) {
+            for (int64_t r = 0; r < this->row_count; ++r) {
                 const Row& row = this->rows[r];
                 const int64_t* pairs = this->positions + row.slot;
                 for (int64_t i = 0; i < row.count; ++i) this->second[row.slot + i] = weights[pairs[i]];
                 if (a.zero_fill) {
                     const T* rest = static_cast<const T*>(a.rest) + lists.index * length;
-                    const int32_t* queries = this->list_of(row);
+                    const int32_t* queries = this->lists + row.slot;
                     for (int64_t i = 0; i < row.count; ++i) this->second[row.slot + i] -= rest[queries[i]];
                 }
             }
-        if (a.grad_k.data)
-            for (int64_t r = 0; r < rows; ++r) {
-                const Row& row = this->rows[r];
-                T* out = this->output(this->result[0], row.token);
-                this->weighted_by(this->first + row.slot, 0, row, out);
-                this->finish(this->result[0], row.token);
-            }
-        if (a.grad_v.data)
-            for (int64_t r = 0; r < rows; ++r) {
-                const Row& row = this->rows[r];
-                T* out = this->output(this->result[1], row.token);
-                this->weighted_by(this->second + row.slot, 1, row, out);
-                if (a.zero_fill) {
-                    const T* sums = static_cast<const T*>(a.grad_sums) + lists.index * a.value_dim;
-                    for (int64_t d = 0; d < a.value_dim; ++d) out[d] += sums[d];
-                }
-                this->finish(this->result[1], row.token);
-            }
+        if (a.grad_k.data) {
+            const Tile<T> out = this->tile_of(a.grad_k, a.head_dim, lists);
+            this->weighted_by(this->first, 0, out);
+            this->write(out, a.grad_k, a.head_dim, lists);
+        }
+        if (!a.grad_v.data) return;
+        const Tile<T> out = this->tile_of(a.grad_v, a.value_dim, lists);
+        this->weighted_by(this->second, 1, out);
+        if (a.zero_fill) {
+            const T* sums = static_cast<const T*>(a.grad_sums) + lists.index * a.value_dim;
+            for (int64_t r = 0; r < this->row_count; ++r)
+                for (int64_t d = 0; d < a.value_dim; ++d) out.row(r)[d] += sums[d];
+        }
+        this->write(out, a.grad_v, a.value_dim, lists);
     }
 };
 

@@ -1,7 +1,7 @@
-// The two inner loops: dot products of one row with a list of rows, and a weighted sum of a list of rows.
+// The two inner loops: dot products of each row of a tile with the rows of its list, and weighted sums of these.
 //
 // Rows are whole vectors long; what is padded is zero. Up to eight vectors are handled at a time, so that they fit into
-// the registers; longer rows are cut into pieces.
+// the registers; longer rows are cut into pieces. The number of vectors is chosen once for a whole tile.
 
 constexpr int kPiece = 8;
 
@@ -28,30 +28,43 @@ INLINE void dots_group(const Vector<T>* x, const T* rows, int64_t stride, const 
 }
 
 template <typename T, int V, bool kAdd>
-void dots_piece(const T* x, T scale, const T* rows, int64_t stride, const int32_t* keys, int64_t count, T* out) {
-    Vector<T> fixed[V];
-    for (int v = 0; v < V; ++v) fixed[v] = scale * load<T>(x + v * kLanes<T>);
-    int64_t i = 0;
-    for (; i + 4 <= count; i += 4) dots_group<T, V, kAdd, 4>(fixed, rows, stride, keys + i, out + i);
-    switch (count - i) {
-        case 1: dots_group<T, V, kAdd, 1>(fixed, rows, stride, keys + i, out + i); break;
-        case 2: dots_group<T, V, kAdd, 2>(fixed, rows, stride, keys + i, out + i); break;
-        case 3: dots_group<T, V, kAdd, 3>(fixed, rows, stride, keys + i, out + i); break;
+void dots_piece(const Tile<T>& tile, T factor, const T* rows, int64_t stride, int64_t start, T* scores) {
+    for (int64_t r = 0; r < tile.count; ++r) {
+        const T* const x = tile.row(r) + start;
+        Vector<T> fixed[V];
+        for (int v = 0; v < V; ++v) fixed[v] = factor * load<T>(x + v * kLanes<T>);
+        const int64_t count = tile.rows[r].count;
+        const int32_t* keys = tile.lists + tile.rows[r].slot;
+        T* out = scores + tile.rows[r].slot;
+        int64_t i = 0;
+        for (; i + 4 <= count; i += 4) dots_group<T, V, kAdd, 4>(fixed, rows, stride, keys + i, out + i);
+        switch (count - i) {
+            case 1: dots_group<T, V, kAdd, 1>(fixed, rows, stride, keys + i, out + i); break;
+            case 2: dots_group<T, V, kAdd, 2>(fixed, rows, stride, keys + i, out + i); break;
+            case 3: dots_group<T, V, kAdd, 3>(fixed, rows, stride, keys + i, out + i); break;
+        }
+        // Spills into the next row's place, which is still to be filled; a later piece must leave it alone.
+        if constexpr (!kAdd) store<T>(out + count, broadcast<T>(T(-__builtin_inf())));
     }
 }
 
-// out = sum of weights[i] * rows[keys[i]] over V vectors.
 template <typename T, int V>
-void weighted_piece(const T* weights, const T* rows, int64_t stride, const int32_t* keys, int64_t count, T* out) {
+void weighted_piece(const Tile<T>& tile, const T* weights, const T* rows, int64_t stride, int64_t start) {
     constexpr int L = kLanes<T>;
-    Vector<T> sums[V];
-    for (int v = 0; v < V; ++v) sums[v] = Vector<T>{};
-    for (int64_t i = 0; i < count; ++i) {
-        const T* const row = rows + keys[i] * stride;
-        const T weight = weights[i];
-        for (int v = 0; v < V; ++v) sums[v] += weight * load<T>(row + v * L);
+    for (int64_t r = 0; r < tile.count; ++r) {
+        const int64_t count = tile.rows[r].count;
+        const int32_t* keys = tile.lists + tile.rows[r].slot;
+        const T* const own = weights + tile.rows[r].slot;
+        Vector<T> sums[V];
+        for (int v = 0; v < V; ++v) sums[v] = Vector<T>{};
+        for (int64_t i = 0; i < count; ++i) {
+            const T* const row = rows + keys[i] * stride;
+            const T weight = own[i];
+            for (int v = 0; v < V; ++v) sums[v] += weight * load<T>(row + v * L);
+        }
+        T* const to = tile.row(r) + start;
+        for (int v = 0; v < V; ++v) store<T>(to + v * L, sums[v]);
     }
-    for (int v = 0; v < V; ++v) store<T>(out + v * L, sums[v]);
 }
 
 #define FOR_EACH_SIZE(CALL) \
@@ -66,28 +79,27 @@ void weighted_piece(const T* weights, const T* rows, int64_t stride, const int32
         default: CALL(8);   \
     }
 
+// scores[slot + i] = factor * dot product of row r of the tile with rows[list[i]], padded with -inf to whole vectors.
 template <typename T>
-void dots(const T* x, T scale, const T* rows, int64_t stride, int64_t dim, const int32_t* keys, int64_t count, T* out) {
-    constexpr int L = kLanes<T>;
-    for (int64_t start = 0; start < dim; start += kPiece * L) {
-        const int64_t vectors = (dim - start) / L;
-#define CALL(V)                                                                                            \
-    start ? dots_piece<T, V, true>(x + start, scale, rows + start, stride, keys, count, out)    \
-          : dots_piece<T, V, false>(x + start, scale, rows + start, stride, keys, count, out);  \
+void dots(const Tile<T>& tile, T factor, const T* rows, int64_t stride, T* scores) {
+    for (int64_t start = 0; start < tile.dim; start += kPiece * kLanes<T>) {
+        const int64_t vectors = (tile.dim - start) / kLanes<T>;
+#define CALL(V)                                                                        \
+    start ? dots_piece<T, V, true>(tile, factor, rows + start, stride, start, scores)  \
+          : dots_piece<T, V, false>(tile, factor, rows + start, stride, start, scores); \
     break
         FOR_EACH_SIZE(CALL)
 #undef CALL
     }
 }
 
+// Row r of the tile = sum of weights[slot + i] * rows[list[i]].
 template <typename T>
-void weighted(const T* weights, const T* rows, int64_t stride, int64_t dim, const int32_t* keys, int64_t count,
-              T* out) {
-    constexpr int L = kLanes<T>;
-    for (int64_t start = 0; start < dim; start += kPiece * L) {
-        const int64_t vectors = (dim - start) / L;
-#define CALL(V)                                                                      \
-    weighted_piece<T, V>(weights, rows + start, stride, keys, count, out + start);   \
+void weighted(const Tile<T>& tile, const T* weights, const T* rows, int64_t stride) {
+    for (int64_t start = 0; start < tile.dim; start += kPiece * kLanes<T>) {
+        const int64_t vectors = (tile.dim - start) / kLanes<T>;
+#define CALL(V)                                                       \
+    weighted_piece<T, V>(tile, weights, rows + start, stride, start); \
     break
         FOR_EACH_SIZE(CALL)
 #undef CALL

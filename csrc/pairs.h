@@ -98,6 +98,20 @@ struct Row {
     int64_t first_pair;  // rows only: number of its first pair
 };
 
+// The rows of a tile, in a tensor (by token) or in a buffer (one after the other), and their lists.
+template <typename T>
+struct Tile {
+    T* data;
+    int64_t stride;
+    bool by_token;
+    int64_t dim;  // padded to whole vectors
+    const Row* rows;
+    int64_t count;
+    const int32_t* lists;
+
+    T* row(int64_t r) const { return data + (by_token ? rows[r].token : r) * stride; }
+};
+
 // The lists of one head of one image.
 struct Lists {
     const PatternTables& p;

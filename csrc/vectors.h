@@ -23,7 +23,6 @@ struct Simd<float> {
     static constexpr float kLn2High = 0.693145751953125f;
     static constexpr float kLn2Low = 1.42860682030941723e-6f;
     static constexpr float kLowest = -87.3f;   // exp of less is taken as zero
-    static constexpr float kHighest = 88.3f;
     static constexpr float kTiny = 1.17549435e-38f;  // smallest normal number
 };
 
@@ -38,7 +37,6 @@ struct Simd<double> {
     static constexpr double kLn2High = 0.693147180369123816490;
     static constexpr double kLn2Low = 1.90821492927058770002e-10;
     static constexpr double kLowest = -708.0;
-    static constexpr double kHighest = 709.0;
     static constexpr double kTiny = 2.2250738585072014e-308;
 };
 
@@ -75,15 +73,13 @@ INLINE Vector<T> broadcast(T value) {
     return value - Vector<T>{};
 }
 
+// exp(x) for x at most 0; what is below the range of normal numbers gives 0, and NaN stays NaN.
 template <typename T>
 INLINE Vector<T> exponential(Vector<T> x) {
     using S = Simd<T>;
-    // A comparison with NaN is false, so NaN passes through.
-    Vector<T> clamped = x < S::kLowest ? broadcast<T>(S::kLowest) : x;
-    clamped = clamped > S::kHighest ? broadcast<T>(S::kHighest) : clamped;
-    const Vector<T> shifted = clamped * S::kLog2e + S::kRound;
+    const Vector<T> shifted = x * S::kLog2e + S::kRound;
     const Vector<T> whole = shifted - S::kRound;
-    const Vector<T> r = (clamped - whole * S::kLn2High) - whole * S::kLn2Low;
+    const Vector<T> r = (x - whole * S::kLn2High) - whole * S::kLn2Low;
     Vector<T> series;
     if constexpr (sizeof(T) == 4) {
         // Coefficients of Cephes' expf.
@@ -111,9 +107,7 @@ INLINE Vector<T> exponential(Vector<T> x) {
     const Vector<T> power = series * r * r + r + T(1);
     // C casts between vector types keep the bits.
     const Vector<T> result = (Vector<T>)((typename S::Bits)power + ((typename S::Bits)shifted << S::kMantissa));
-    // Adding to the exponent bits of a NaN could make another number of it.
-    const Vector<T> checked = x == x ? result : x;
-    return x < S::kLowest ? Vector<T>{} : checked;
+    return x < S::kLowest ? Vector<T>{} : result;
 }
 
 #if defined(__clang__)

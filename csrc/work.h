@@ -2,22 +2,15 @@
 
 // Pairs after which a tile takes no more rows.
 constexpr int64_t kTilePairs = 2048;
+// Rows from which it pays to copy them next to each other.
+constexpr int64_t kManyRows = 2048;
 
 template <typename T>
 struct Work {
-    // The rows of one head of a tensor: used where they are, or read and written through a buffer.
-    struct Rows {
-        T* direct;  // null for a buffer
-        int64_t stride;
-        void* data;
-        int64_t start;
-        int64_t dim;
-    };
     // Rows that the inner loops read: whole vectors, padded with zeros.
     struct Input {
         const T* data;
         int64_t stride;
-        int64_t dim;
     };
 
     static constexpr int64_t kMostRows = 128;
@@ -27,80 +20,83 @@ struct Work {
     T *first = nullptr, *second = nullptr;  // one number per pair of the tile
     int32_t* lists = nullptr;
     int64_t* positions = nullptr;
-    Rows query{}, result[2]{};
     Input input[2]{};
     Row rows[kMostRows];
+    int64_t row_count = 0;
 
     explicit Work(const AttentionArguments& arguments) : a(arguments) {}
     Work(const Work&) = delete;
     ~Work() { std::free(memory); }
 
-    bool allocate(int64_t longest, bool columns, int64_t dim0, int64_t dim1) {
+    // Scratch for a tile, and for the tensors of which the inner loops read the rows of a whole head.
+    bool allocate(int64_t longest, bool columns, const Heads& heads0, int64_t dim0, const Heads& heads1, int64_t dim1) {
         const int64_t length = a.pattern->prefix + a.pattern->tokens;
         const int64_t pairs = round_up(kTilePairs + longest + kMostRows * kLanes<T> + 64, 64);
-        const int64_t row = round_up(larger(a.head_dim, a.value_dim), 64);
-        const int64_t packed0 = direct(dim0) ? 0 : round_up(length * round_up(dim0, kLanes<T>), 64);
-        const int64_t packed1 = direct(dim1) ? 0 : round_up(length * round_up(dim1, kLanes<T>), 64);
-        const int64_t numbers = 2 * pairs + row + packed0 + packed1;
+        const int64_t tile_rows = kMostRows * round_up(larger(a.head_dim, a.value_dim), kLanes<T>);
+        const int64_t packed0 = packs(heads0, dim0) ? round_up(length * round_up(dim0, kLanes<T>), 64) : 0;
+        const int64_t packed1 = packs(heads1, dim1) ? round_up(length * round_up(dim1, kLanes<T>), 64) : 0;
+        const int64_t numbers = 2 * pairs + tile_rows + packed0 + packed1;
         const int64_t bytes = numbers * int64_t(sizeof(T)) + pairs * 4 + (columns ? pairs * 8 : 0);
         memory = std::malloc(size_t(bytes + 64));
         if (!memory) return false;
         first = reinterpret_cast<T*>(round_up(reinterpret_cast<intptr_t>(memory), 64));
         second = first + pairs;
         buffer = second + pairs;
-        packed[0] = buffer + row;
+        packed[0] = buffer + tile_rows;
         packed[1] = packed[0] + packed0;
         positions = reinterpret_cast<int64_t*>(packed[1] + packed1);
         lists = reinterpret_cast<int32_t*>(positions + (columns ? pairs : 0));
         return true;
     }
 
-    Rows rows_of(const Heads& heads, int64_t dim, const Lists& of) const {
-        const int64_t start = of.batch * heads.batch_stride + of.head * heads.head_stride;
-        T* const data = direct(dim) && heads.data ? static_cast<T*>(heads.data) + start : nullptr;
-        return {data, heads.token_stride, heads.data, start, dim};
-    }
-
-    // Makes one tensor of one head ready for the inner loops, packed if it cannot be used where it is.
+    // Makes one tensor of one head ready for the inner loops.
     void take(int which, const Heads& heads, int64_t dim, const Lists& of) {
-        const Rows from = rows_of(heads, dim, of);
-        if (from.direct) {
-            input[which] = {from.direct, from.stride, dim};
+        const int64_t start = of.batch * heads.batch_stride + of.head * heads.head_stride;
+        if (!packs(heads, dim)) {
+            input[which] = {static_cast<const T*>(heads.data) + start, heads.token_stride};
             return;
         }
-        const int64_t padded = round_up(dim, kLanes<T>);
-        input[which] = {packed[which], padded, padded};
+        const int64_t padded = round_up(dim, kLanes<T>), size = a.dtype == kFloat64 ? 8 : a.dtype == kFloat32 ? 4 : 2;
+        input[which] = {packed[which], padded};
         if (packed_head == of.index) return;
-        for (int64_t token = 0; token < of.length(); ++token)
-            read_row<T>(a.dtype, from.data, from.start + token * from.stride, packed[which] + token * padded, dim,
-                        padded);
+        for (int64_t token = 0; token < of.length(); ++token) {
+            const int64_t row = start + token * heads.token_stride;
+            const char* ahead = static_cast<const char*>(heads.data) + (row + 12 * heads.token_stride) * size;
+            for (int64_t byte = 0; byte < dim * size; byte += 64) __builtin_prefetch(ahead + byte);
+            read_row<T>(a.dtype, heads.data, row, packed[which] + token * padded, dim, padded);
+        }
     }
 
-    const T* read(const Rows& from, int64_t token) {
-        if (from.direct) return from.direct + token * from.stride;
-        read_row<T>(a.dtype, from.data, from.start + token * from.stride, buffer, from.dim,
-                    round_up(from.dim, kLanes<T>));
-        return buffer;
+    // The tile's rows of a tensor, where they are if that can be, else in the buffer.
+    Tile<T> tile_of(const Heads& heads, int64_t dim, const Lists& of) const {
+        const int64_t padded = round_up(dim, kLanes<T>);
+        if (!direct(dim)) return {buffer, padded, false, padded, rows, row_count, lists};
+        T* const data = static_cast<T*>(heads.data) + of.batch * heads.batch_stride + of.head * heads.head_stride;
+        return {data, heads.token_stride, true, padded, rows, row_count, lists};
     }
 
-    T* output(const Rows& to, int64_t token) { return to.direct ? to.direct + token * to.stride : buffer; }
-
-    void finish(const Rows& to, int64_t token) {
-        if (!to.direct) write_row<T>(a.dtype, to.data, to.start + token * to.stride, buffer, to.dim);
+    Tile<T> read(const Heads& heads, int64_t dim, const Lists& of) const {
+        const Tile<T> tile = tile_of(heads, dim, of);
+        if (tile.by_token) return tile;
+        const int64_t start = of.batch * heads.batch_stride + of.head * heads.head_stride;
+        for (int64_t r = 0; r < row_count; ++r)
+            read_row<T>(a.dtype, heads.data, start + rows[r].token * heads.token_stride, tile.row(r), dim, tile.dim);
+        return tile;
     }
 
-    const int32_t* list_of(const Row& row) const { return lists + row.slot; }
-
-    // Dot products with each row of the list, padded with -inf to whole vectors.
-    void dots_with(const T* x, T scale, int which, const Row& row, T* out) {
-        const Input& rows = input[which];
-        dots<T>(x, scale, rows.data, rows.stride, rows.dim, list_of(row), row.count, out);
-        store<T>(out + row.count, broadcast<T>(T(-__builtin_inf())));
+    void write(const Tile<T>& tile, const Heads& heads, int64_t dim, const Lists& of) const {
+        if (tile.by_token) return;
+        const int64_t start = of.batch * heads.batch_stride + of.head * heads.head_stride;
+        for (int64_t r = 0; r < row_count; ++r)
+            write_row<T>(a.dtype, heads.data, start + rows[r].token * heads.token_stride, tile.row(r), dim);
     }
 
-    void weighted_by(const T* weights, int which, const Row& row, T* out) {
-        const Input& rows = input[which];
-        weighted<T>(weights, rows.data, rows.stride, rows.dim, list_of(row), row.count, out);
+    void dots_with(const Tile<T>& tile, T factor, int which, T* scores) const {
+        dots<T>(tile, factor, input[which].data, input[which].stride, scores);
+    }
+
+    void weighted_by(const T* weights, int which, const Tile<T>& out) const {
+        weighted<T>(out, weights, input[which].data, input[which].stride);
     }
 
     // Called when both inputs of a head have been taken.
@@ -108,9 +104,15 @@ struct Work {
 
    private:
     void* memory = nullptr;
-    T* buffer = nullptr;  // one row
+    T* buffer = nullptr;  // the tile
     T* packed[2] = {nullptr, nullptr};
     int64_t packed_head = -1;
+
+    // Whether the rows of a head are copied before the inner loops read them: if these need another dtype or whole
+    // vectors, or if each of many rows lies in a page of its own, as in timm's q, k and v.
+    bool packs(const Heads& heads, int64_t dim) const {
+        return !direct(dim) || (heads.token_stride >= 4 * dim && a.pattern->prefix + a.pattern->tokens >= kManyRows);
+    }
 
     // Whether rows of this size can be used where they are.
     bool direct(int64_t dim) const {
@@ -207,15 +209,16 @@ int32_t run(const AttentionArguments& a) {
                 job.take_head(lists);
                 job.head_is_packed(lists);
                 while (token < last) {
-                    int64_t count = 0, slot = 0;
-                    while (token < last && count < Job::kMostRows && slot < kTilePairs) {
-                        Row& next = job.rows[count++];
+                    int64_t slot = 0;
+                    job.row_count = 0;
+                    while (token < last && job.row_count < Job::kMostRows && slot < kTilePairs) {
+                        Row& next = job.rows[job.row_count++];
                         next.token = token++;
                         next.slot = slot;
                         job.list(lists, next);
                         slot += round_up(next.count, Job::kAlign);
                     }
-                    job.tile(lists, count);
+                    job.tile(lists);
                 }
             }
         }

@@ -38,7 +38,7 @@ class _Tables(Structure):
 
 
 # The fields of AttentionArguments in csrc/attention.h, all of eight bytes; a tensor is its address and three strides.
-_TENSORS = ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
+_TENSORS = frozenset(("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"))
 _FIELDS = (
     *("pattern", "isa", "dtype", "batch", "head_dim", "value_dim", "q", "k", "v", "out", "scale"),
     *("bias", "bias_batch", "zero_fill", "twist", "twist_threshold", "twist_scale", "dropout_p", "seed"),
