@@ -31,6 +31,7 @@ DEVICE = "cpu" if ARGUMENTS.tiny else "cuda"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 TOKENS = (197, 1025, 4097, 16385, 65537)
 START = time.time()
+LATEST = 420  # seconds after which no further setting is timed
 LINES: list[str] = []
 
 
@@ -96,15 +97,16 @@ def check() -> int:
     say("| pattern | dtype | fill | bias | head_dim | largest relative error (out and gradients) | |")
     say("|---|---|---|---|---|---|---|")
     failures = 0
+    every_dtype = () if ARGUMENTS.tiny else ("offsets, 1 prefix token", "rows")
     cases = [
         (name, pattern, dtype, fill, bias, dim)
         for name, pattern in checked_patterns().items()
-        for dtype in ([torch.float32] if ARGUMENTS.tiny else TOLERANCE)
+        for dtype in (TOLERANCE if name in every_dtype else [torch.float32])
         for fill, bias, dim in (("-inf", False, 64), ("zero", True, 20))
     ]
-    relation = relation_pattern()
     if not ARGUMENTS.tiny:
-        cases += [("window with a relation", relation, dtype, "-inf", True, 32) for dtype in TOLERANCE]
+        relation = relation_pattern()
+        cases += [("window with a relation", relation, d, "-inf", True, 32) for d in (torch.float32, torch.bfloat16)]
         cases += [("offsets", wythoff(3, 300), torch.float32, "-inf", False, dim) for dim in (1, 7, 128, 200, 256)]
     for name, pattern, dtype, fill, bias, dim in cases:
         try:
@@ -143,8 +145,11 @@ def benchmark() -> None:
         batch = max(1, 16 * 1025 // tokens) if not ARGUMENTS.tiny else 1
         for backward in (False, True):
             case = Case(tokens, batch, torch.bfloat16, 1, backward, DEVICE)
+            if time.time() - START > LATEST:
+                say(f"| {tokens:,} | {batch} | {_pass(case)} | left out: no time | | | | | |")
+                continue
             try:
-                results = measure_attention(case, seconds=0.05 if ARGUMENTS.tiny else 1.5)
+                results = measure_attention(case, seconds=0.05 if ARGUMENTS.tiny else 0.8)
             except Exception as error:
                 traceback.print_exc()
                 say(f"| {tokens:,} | {batch} | {_pass(case)} | FAILED: {str(error).splitlines()[0][:100]} | | | | | |")
