@@ -89,6 +89,11 @@ struct AttentionArguments {
     ParallelFor parallel_for;
 };
 
+// To be raised with every change of the structures or functions above and below; ops/kernel.py has the same number.
+enum Interface : int64_t { kInterface = 1 };
+
+// kInterface and the sizes of the structures, so that a library of another version is not used by mistake.
+int64_t fibottention_interface();
 // Highest isa that this machine can run.
 int64_t fibottention_best_isa();
 int32_t fibottention_forward(const AttentionArguments* arguments);

@@ -17,6 +17,10 @@ extern "C" {
 
 #define EXPORT __attribute__((visibility("default")))
 
+EXPORT int64_t fibottention_interface() {
+    return kInterface * 1000000 + int64_t(sizeof(PatternTables)) * 1000 + int64_t(sizeof(AttentionArguments));
+}
+
 EXPORT int64_t fibottention_best_isa() {
 #ifdef FIBOTTENTION_X86
     __builtin_cpu_init();

@@ -73,7 +73,8 @@ INLINE Vector<T> broadcast(T value) {
     return value - Vector<T>{};
 }
 
-// exp(x) for x at most 0; what is below the range of normal numbers gives 0, and NaN stays NaN.
+// exp(x) for x at most 0; what is below the range of normal numbers gives 0. NaN stays NaN, unless the lowest bits of its
+// payload are set, which no arithmetic does.
 template <typename T>
 INLINE Vector<T> exponential(Vector<T> x) {
     using S = Simd<T>;

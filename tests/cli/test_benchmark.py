@@ -12,11 +12,12 @@ from PIL import Image
 
 from fibottention import sparse_attention
 from fibottention.analysis import benchmark
+from fibottention.cli import benchmark as command
 from fibottention.cli import main
 from fibottention.patterns import Pattern, wythoff
 
 ROOT = Path(__file__).parents[2]
-QUICK = ["--tokens", "26", "50", "--seconds", "0.01", "--threads", "1", "--dtypes", "float32", "--no-training"]
+QUICK = ["--tokens", "26", "50", "--seconds", "0.01", "--threads", "1", "--dtypes", "float32", "--parts", "attention"]
 
 
 def test_writes_a_table_a_picture_and_json(tmp_path):
@@ -34,13 +35,13 @@ def test_writes_a_table_a_picture_and_json(tmp_path):
     table = (tmp_path / "out" / "attention.md").read_text()
     assert "`fibottention benchmark --tokens 26 50" in table
     record = json.loads((tmp_path / "out" / "attention.json").read_text())
-    assert [(c["tokens"], c["batch"], c["backward"]) for c in record["attention"]] == [
+    assert [(c["tokens"], c["batch"], c["backward"]) for c in record["cases"]] == [
         (26, 121, False),
         (26, 121, True),
         (50, 63, False),
         (50, 63, True),
     ]
-    for case in record["attention"]:
+    for case in record["cases"]:
         times = {rival["rival"]: rival["milliseconds"] for rival in case["rivals"]}
         assert set(times) == {
             "stream", "dense SDPA", "cpu", "cpu, timm views", "gather", "SDPA, boolean mask", "SDPA, float mask",
@@ -56,6 +57,7 @@ def test_writes_a_table_a_picture_and_json(tmp_path):
     [
         (["--tokens", "1"], "--tokens must be at least 2"),
         (["--dtypes", "int8"], "--dtypes: invalid choice: 'int8'"),
+        (["--without", "flexattention"], "--without: invalid choice: 'flexattention'"),
         (["--device", "cuda"], "--device cuda: PyTorch sees no GPU on this machine"),
         (["--output", "file"], "--output: file is a file, not a folder"),
     ],
@@ -67,6 +69,13 @@ def test_bad_options(words, message, tmp_path, monkeypatch, capsys):
     assert main(["benchmark", *words]) == 2
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_training_steps(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "TRAINING_CASES", (benchmark.TrainingCase("32 pixels", 32, 2),))
+    assert main(["benchmark", "--parts", "training", "--output", str(tmp_path)]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["training.json", "training.md"]
+    assert "| 32 pixels | 5 | 2 |" in (tmp_path / "training.md").read_text()
 
 
 def test_a_rival_that_fails_does_not_stop_the_others(monkeypatch):

@@ -152,9 +152,51 @@ def test_no_gradient_was_asked_for():
 def test_a_second_derivative_is_refused():
     q, k, v, _ = inputs(PATTERNS["wythoff"])
     out = sparse_attention(q, k, v, PATTERNS["wythoff"], backend="cpu")
-    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    with pytest.raises(RuntimeError, match="'cpu' of sparse_attention can be differentiated once only"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_a_transform_derived_from_twist_is_not_taken_for_it():
+    class Other(Twist):
+        def forward(self, weights):
+            return weights * 0
+
+    q, k, v, _ = inputs(PATTERNS["wythoff"])
+    assert (sparse_attention(q, k, v, PATTERNS["wythoff"], transform=Other()) == 0).all()
+    with pytest.raises(ValueError, match="of all transforms it knows only Twist"):
+        sparse_attention(q, k, v, PATTERNS["wythoff"], transform=Other(), backend="cpu")
+
+
+def test_the_gradient_of_the_twist_scale_does_not_depend_on_the_threads():
+    before = torch.get_num_threads()
+    grads = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            twist = Twist(0.3)
+            q, k, v, _ = inputs(wythoff(6, 3000), torch.float32, dim=8)
+            sparse_attention(q, k, v, wythoff(6, 3000), transform=twist, backend="cpu").square().sum().backward()
+            grads.append(twist.scale.grad)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
+
+
+def test_compiled_by_inductor_with_a_last_axis_that_is_not_contiguous():
+    pattern = wythoff(2, 12, prefix_tokens=1)
+    q, k, v = (torch.randn(1, 2, 4, 13).mT.requires_grad_() for _ in range(3))
+
+    def attend(q, k, v):
+        return sparse_attention(q * 1, k, v, pattern, backend="cpu").square()
+
+    expected = attend(q, k, v)
+    out = torch.compile(attend, fullgraph=True)(q, k, v)
+    torch.testing.assert_close(out, expected)
+    for a, b in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True
+    ):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("transform", [None, Twist(0.4, 0.7)])
@@ -444,10 +486,20 @@ def test_a_library_that_cannot_be_loaded_is_named(tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match="cannot be loaded"):
             kernel.kernel()
     finally:
+        monkeypatch.delenv("FIBOTTENTION_KERNEL")
         kernel._load.cache_clear()
 
 
-def test_tensors_elsewhere_are_refused():
+def test_a_library_of_another_version_is_not_used(monkeypatch):
+    monkeypatch.setattr(kernel, "_INTERFACE", 0)
+    kernel._load.cache_clear()
+    try:
+        assert "was built from another version of the sources" in kernel.missing()
+    finally:
+        kernel._load.cache_clear()
+
+
+def test_meta_tensors_get_their_shape():
     q = torch.empty(1, 4, 37, 8, device="meta")
     assert explain_backend(q, wythoff(4, 37)).backend == "cpu"
     assert sparse_attention(q, q, q, wythoff(4, 37), backend="cpu").shape == q.shape

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fibottention import explain_backend, patterns, sparse_attention
+from fibottention import Twist, explain_backend, patterns, sparse_attention
 from fibottention.patterns import Pattern, wythoff
 
 PATTERNS = {
@@ -244,6 +244,10 @@ def test_transform_acts_row_by_row_on_the_kept_weights():
         results.append((out, weights, *torch.autograd.grad(out.square().sum(), (q, k, v, strength))))
     plain = sparse_attention(q, k, v, pattern, backend="reference")
     assert not torch.allclose(plain, results[0][0])
+    nothing = PATTERNS["no_pairs"]
+    q, k, v, _ = inputs(nothing)
+    assert (sparse_attention(q, k, v, nothing, transform=transform, backend="gather") == 0).all()
+    q, k, v, _ = inputs(pattern)
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
@@ -356,6 +360,18 @@ def test_compiles_without_graph_breaks(backend):
         torch.testing.assert_close(a, b)
 
 
+def test_forward_mode_derivatives_are_right_or_refused_and_never_zero():
+    pattern = PATTERNS["wythoff"]
+    q, k, v, _ = (t.detach() for t in inputs(pattern))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        out = sparse_attention(dual, k, v, pattern, backend="reference")
+        assert torch.autograd.forward_ad.unpack_dual(out).tangent.abs().max() > 0
+        for backend in ("gather", "cpu", "triton"):
+            with pytest.raises(RuntimeError, match=f"backend '{backend}' .* has no forward-mode derivative"):
+                sparse_attention(dual, k, v, pattern, backend=backend)
+
+
 def test_auto_explains_its_choice():
     sparse, full = wythoff(4, 196), patterns.dense(4, 50)
     q = torch.zeros(1, 4, 196, 16)
@@ -385,6 +401,14 @@ def test_auto_explains_its_choice():
         ({"v": torch.zeros(2, 3, 37, 6)}, ValueError, "v must have the batch, heads and tokens of q"),
         ({"k": torch.zeros(2, 4, 37, 6, dtype=torch.float64)}, ValueError, "k must have the dtype and device of q"),
         ({"q": torch.zeros(2, 4, 37, 6, dtype=torch.int32)}, TypeError, "q must be float64, .* got torch.int32"),
+        ({"scale": torch.tensor(0.1)}, TypeError, "scale must be a number, got a tensor"),
+        ({name: torch.zeros(2, 4, 37, 0) for name in "qkv"}, ValueError, "q must have at least one channel"),
+        (
+            {"bias": torch.zeros(1, 1, 37, 37, device="meta")},
+            ValueError,
+            r"bias must be on the device of q \(cpu\), got meta",
+        ),
+        ({"transform": Twist().to("meta")}, ValueError, "the scale of transform must be on the device of q"),
         ({"pattern": wythoff(3, 37)}, ValueError, "pattern has 3 heads, but q has 4"),
         ({"pattern": wythoff(4, 36)}, ValueError, r"pattern has 36 tokens \(0 prefix \+ 36\), but q has 37"),
         ({"pattern": "wythoff"}, TypeError, "pattern must be a fibottention.Pattern, got str"),

@@ -9,7 +9,7 @@ import torch
 
 from fibottention import Twist, explain_backend, patterns, sparse_attention
 from fibottention.ops import triton
-from fibottention.patterns import wythoff
+from fibottention.patterns import Pattern, wythoff
 from tests.ops.test_sparse_attention import (
     PATTERNS,
     TOLERANCE,
@@ -73,6 +73,34 @@ def test_bias_of_few_images_and_rows_masked_whole():
     other = torch.autograd.grad(expected.square().sum(), (q, k, v, bias))
     for a, b in zip(own, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_autocast_rounds_the_inputs_and_nothing_else():
+    pattern = wythoff(2, 12, prefix_tokens=2)
+    q, k, v, grad = inputs(pattern, torch.float32)
+    half = [t.detach().bfloat16().requires_grad_() for t in (q, k, v)]
+    expected = sparse_attention(*half, pattern, backend="triton")
+    expected_grads = torch.autograd.grad((expected.float() * grad.float()).sum(), half)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = sparse_attention(q, k, v, pattern, backend="triton")
+        grads = torch.autograd.grad((out.float() * grad.float()).sum(), (q, k, v))
+    assert torch.equal(out, expected)
+    for own, other in zip(grads, expected_grads, strict=True):
+        assert torch.equal(own, other.float())
+
+
+def test_a_complete_row_of_small_scores_under_zero_fill():
+    pattern = Pattern.from_rows([[[0, 1, 2], [0], [1]]], 3, num_heads=2)
+    q, k, v, _ = inputs(pattern, torch.float32)
+    bias = torch.full((1, 1, 3, 3), -200.0)
+    results = []
+    for backend in ("triton", "cpu", "reference"):
+        out = sparse_attention(q, k, v, pattern, bias=bias, fill="zero", backend=backend)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for others in zip(*results, strict=True):
+        assert others[0].isfinite().all()
+        torch.testing.assert_close(others[0], others[2], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(others[1], others[2], rtol=1e-4, atol=1e-5)
 
 
 def test_repeated_calls_are_equal_bit_for_bit():

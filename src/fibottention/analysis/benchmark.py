@@ -21,8 +21,11 @@ from fibottention.ops.constants import pattern_mask
 from fibottention.patterns import Pattern, wythoff
 
 __all__ = [
+    "RIVALS",
+    "TRAINING_CASES",
     "Case",
     "Measurement",
+    "TrainingCase",
     "attention_markdown",
     "default_batch",
     "flex_block_mask",
@@ -34,6 +37,19 @@ __all__ = [
 ]
 
 NUM_HEADS, HEAD_DIM = 12, 64
+
+RIVALS = (
+    "dense SDPA",
+    "cpu",
+    "cpu, timm views",
+    "triton",
+    "triton, timm views",
+    "gather",
+    "SDPA, boolean mask",
+    "SDPA, float mask",
+    "released code",
+    "FlexAttention",
+)
 
 # Numbers in the largest dense intermediate above which a dense rival is left out (8 GiB in float32).
 _LARGEST_SQUARE = 2**31
@@ -180,15 +196,14 @@ def _rivals(case: Case) -> dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Te
 def _flex(pattern: Pattern, device: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # A fresh start for each setting: torch.compile gives up on a function that it has compiled too often.
-    torch._dynamo.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
-    block_mask: list[Any] = []
+    made: list[Any] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not block_mask:
-            block_mask.append(flex_block_mask(pattern, device))
-        return compiled(q, k, v, block_mask=block_mask[0])  # type: ignore[return-value]
+        if not made:
+            # A fresh start for each setting: torch.compile gives up on a function that it has compiled too often.
+            torch._dynamo.reset()
+            made.extend((torch.compile(flex_attention, dynamic=False), flex_block_mask(pattern, device)))
+        return made[0](q, k, v, block_mask=made[1])
 
     return attend
 
@@ -458,11 +473,12 @@ def _training_step(model: torch.nn.Module, case: TrainingCase, device: str) -> C
     return step
 
 
-def training_markdown(results: dict[TrainingCase, dict[str, float]], device: str = "cpu") -> str:
+def training_markdown(results: dict[TrainingCase, dict[str, float]], command: str, device: str = "cpu") -> str:
     """The table of training steps."""
     lines = [
+        "# A whole training step of ViT-S/16",
         "",
-        "## A whole training step of ViT-S/16",
+        f"`{command}`; {machine(device)}.",
         "",
         "Forward, backward and AdamW, float32, random images; dense is timm's model as it is.",
         "",

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from fibottention.analysis.benchmark import (
+    RIVALS,
     TRAINING_CASES,
     Case,
     Measurement,
@@ -34,7 +35,7 @@ def run(words: list[str], command: str = "fibottention benchmark") -> int:
     parser = CommandParser(
         prog="fibottention benchmark",
         description="Time sparse attention against dense attention and other rivals, in turn in one process. "
-        "Writes attention.md, attention.json and attention.png.",
+        "Writes attention.md, attention.json and attention.png, and training.md and training.json.",
     )
     every = torch.get_num_threads()
     parser.add_argument("--tokens", type=int, nargs="+", default=[197, 1025, 4097], help="lengths, CLS included")
@@ -42,8 +43,14 @@ def run(words: list[str], command: str = "fibottention benchmark") -> int:
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, every}), help=f"default 1 and {every}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seconds", type=float, default=4.0, help="time for each rival in each setting (default 4)")
-    parser.add_argument("--without", nargs="*", default=[], metavar="RIVAL", help="rivals to leave out")
-    parser.add_argument("--no-training", action="store_true", help="leave out the training steps of ViT-S")
+    parser.add_argument("--without", nargs="*", default=[], choices=RIVALS, metavar="RIVAL", help="rivals to leave out")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=("attention", "training"),
+        default=["attention", "training"],
+        help="the operator, whole training steps of ViT-S, or both (default)",
+    )
     parser.add_argument("--output", type=Path, default=Path("benchmark"), help="folder (default benchmark)")
     arguments = parser.parse_args(words)
     if min(arguments.tokens) < 2 or min(arguments.threads) < 1 or arguments.seconds <= 0:
@@ -57,12 +64,14 @@ def run(words: list[str], command: str = "fibottention benchmark") -> int:
     console = make_console()
     command = shlex.join([*command.split(), *words])
     threads = arguments.threads if arguments.device == "cpu" else [1]
+    wanted = "attention" in arguments.parts
     cases = [
         Case(tokens, default_batch(tokens), _DTYPES[dtype], count, backward, arguments.device)
         for dtype in arguments.dtypes
         for count in threads
         for tokens in sorted(arguments.tokens)
         for backward in (False, True)
+        if wanted
     ]
     results: dict[Case, list[Measurement]] = {}
     steps: dict[TrainingCase, dict[str, float]] = {}
@@ -78,8 +87,8 @@ def run(words: list[str], command: str = "fibottention benchmark") -> int:
             console.print(
                 f"{what}, {'both passes' if case.backward else 'forward'}: {_one_line(results[case])}", soft_wrap=True
             )
-            _write(arguments.output, results, steps, command, arguments.device)
-        for case in () if arguments.no_training else TRAINING_CASES:
+            _write_attention(arguments.output, results, command)
+        for case in TRAINING_CASES if "training" in arguments.parts else ():
             steps[case] = measure_training(
                 case,
                 arguments.device,
@@ -88,8 +97,8 @@ def run(words: list[str], command: str = "fibottention benchmark") -> int:
             ms = steps[case]
             times = f"dense {ms['dense']:.0f} ms, fibottention {ms['fibottention']:.0f} ms"
             console.print(f"training step, {case.what}: {times}", soft_wrap=True)
-            _write(arguments.output, results, steps, command, arguments.device)
-    console.print(f"written: {arguments.output}/attention.md, attention.json, attention.png", soft_wrap=True)
+            _write_training(arguments.output, steps, command, arguments.device)
+    console.print(f"written to {arguments.output}", soft_wrap=True)
     return 0
 
 
@@ -102,24 +111,28 @@ def _one_line(measurements: list[Measurement]) -> str:
     return f"{ours:.3g} ms{speed_up}"
 
 
-def _write(
-    folder: Path,
-    results: dict[Case, list[Measurement]],
-    steps: dict[TrainingCase, dict[str, float]],
-    command: str,
-    device: str,
-) -> None:
+def _write_attention(folder: Path, results: dict[Case, list[Measurement]], command: str) -> None:
     """Write what there is so far, so that a run that is stopped keeps what it measured."""
-    text = attention_markdown(results, command) + (training_markdown(steps, device) if steps else "")
     record = {
         "command": command,
-        "machine": machine(device),
-        "attention": [
+        "machine": machine(next(iter(results)).device),
+        "cases": [
             dataclasses.asdict(case) | {"dtype": str(case.dtype)[6:], "rivals": [dataclasses.asdict(m) for m in found]}
             for case, found in results.items()
         ],
-        "training": [dataclasses.asdict(case) | {"milliseconds": ms} for case, ms in steps.items()],
     }
+    text = attention_markdown(results, command)
     write_atomically(folder / "attention.md", lambda path: path.write_text(text))
     write_atomically(folder / "attention.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n"))
     write_atomically(folder / "attention.png", lambda path: plot_attention(results, path))
+
+
+def _write_training(folder: Path, steps: dict[TrainingCase, dict[str, float]], command: str, device: str) -> None:
+    record = {
+        "command": command,
+        "machine": machine(device),
+        "cases": [dataclasses.asdict(case) | {"milliseconds": ms} for case, ms in steps.items()],
+    }
+    text = training_markdown(steps, command, device)
+    write_atomically(folder / "training.md", lambda path: path.write_text(text))
+    write_atomically(folder / "training.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n"))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fibottention.ops.constants import pair_indices, pair_relation
+from fibottention.ops.twist import Twist
 from fibottention.patterns.pattern import Pattern
 
 __all__ = ["AttentionCall", "WeightTransform"]
@@ -93,6 +94,7 @@ def check_arguments(
     fill: str,
     transform: WeightTransform | None,
     dropout_p: float,
+    scale: float | None,
 ) -> None:
     """Raise ValueError or TypeError with one sentence for arguments that do not fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -105,6 +107,11 @@ def check_arguments(
                 f"{name} must have the dtype and device of q ({q.dtype}, {q.device}), "
                 f"got {tensor.dtype}, {tensor.device}"
             )
+        if not tensor.shape[3]:
+            raise ValueError(f"{name} must have at least one channel (head_dim), got shape {tuple(tensor.shape)}")
+    for name, number in (("scale", scale), ("dropout_p", dropout_p)):
+        if isinstance(number, Tensor):
+            raise TypeError(f"{name} must be a number, got a tensor; multiply q by a scale that is learned")
     if k.shape != q.shape:
         raise ValueError(f"k must have the shape of q {tuple(q.shape)}, got {tuple(k.shape)}")
     if v.shape[:3] != q.shape[:3]:
@@ -124,6 +131,10 @@ def check_arguments(
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}")
     if fill == "zero" and (transform is not None or dropout_p):
         raise ValueError("fill='zero' gives weight to pairs that are not stored: transform and dropout_p need '-inf'")
+    placed = {"bias": bias, "the scale of transform": transform.scale if isinstance(transform, Twist) else None}
+    for name, tensor in placed.items():
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name} must be on the device of q ({q.device}), got {tensor.device}")
     if bias is not None and bias.ndim == 2:
         if pattern.relation is None:
             raise ValueError("bias is a table (H, buckets), but the pattern has no relation; see Pattern.with_relation")
@@ -136,5 +147,5 @@ def check_arguments(
         wanted = (q.shape[0], q.shape[1], q.shape[2], q.shape[2])
         if bias.ndim != 4 or bias.shape[1] not in (1, wanted[1]) or tuple(bias.shape[2:]) != wanted[2:]:
             raise ValueError(f"bias must be of shape (1 or B, 1 or H, N, N) for {wanted}, got {tuple(bias.shape)}")
-        if wanted[0] % bias.shape[0]:
+        if not bias.shape[0] or wanted[0] % bias.shape[0]:
             raise ValueError(f"the batch of bias must divide the batch of q ({wanted[0]}), got {bias.shape[0]}")

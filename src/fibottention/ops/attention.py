@@ -142,7 +142,7 @@ def sparse_attention(
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    check_arguments(q, k, v, pattern, bias, fill, transform, dropout_p)
+    check_arguments(q, k, v, pattern, bias, fill, transform, dropout_p, scale)
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     call = AttentionCall(q, k, v, pattern, bias, scale, fill == "zero", transform, dropout_p, return_weights)
     out, weights = _BACKENDS[_choose(call, backend).backend](call)
@@ -155,6 +155,7 @@ def explain_backend(
     *,
     fill: Fill = "-inf",
     transform: WeightTransform | None = None,
+    dropout_p: float = 0.0,
     return_weights: bool = False,
 ) -> BackendChoice:
     """The backend that ``backend="auto"`` would take for such a call of `sparse_attention`, and why.
@@ -164,9 +165,11 @@ def explain_backend(
         pattern: Which pairs are kept.
         fill: As in `sparse_attention`.
         transform: As in `sparse_attention`.
+        dropout_p: As in `sparse_attention`.
         return_weights: As in `sparse_attention`.
     """
-    return _choose(AttentionCall(q, q, q, pattern, None, 1.0, fill == "zero", transform, 0.0, return_weights), "auto")
+    call = AttentionCall(q, q, q, pattern, None, 1.0, fill == "zero", transform, dropout_p, return_weights)
+    return _choose(call, "auto")
 
 
 def _choose(call: AttentionCall, backend: str) -> BackendChoice:
@@ -185,8 +188,8 @@ def _choose(call: AttentionCall, backend: str) -> BackendChoice:
         return BackendChoice(sparse, f"a mask of {length} tokens would be too large")
     if no_sdpa is None:
         return BackendChoice("sdpa", f"density {density:.2%} is at or above the cross-over {crossover:.2%}")
-    if sparse == "cpu":
-        return BackendChoice("cpu", f"density {density:.2%} is high, but sdpa is ruled out: {no_sdpa}")
+    if sparse != "gather":
+        return BackendChoice(sparse, f"density {density:.2%} is high, but sdpa is ruled out: {no_sdpa}")
     return BackendChoice("reference", f"density {density:.2%} is high, but sdpa is ruled out: {no_sdpa}")
 
 
@@ -204,4 +207,4 @@ def _sparse_backend(call: AttentionCall) -> tuple[str, float]:
 @torch.compiler.assume_constant_result
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=5)

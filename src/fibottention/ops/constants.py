@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fibottention.patterns.pattern import Pattern
 
@@ -43,7 +44,7 @@ def pair_relation(pattern: Pattern, device: torch.device) -> Tensor:
     def make(device: torch.device) -> Tensor:
         assert pattern.relation is not None
         _, query, key = pattern.pairs()
-        bucket = torch.full(query.shape, pattern.num_buckets)
+        bucket = torch.full(query.shape, pattern.num_buckets, device="cpu")
         prefix = pattern.prefix_tokens
         bucket[(query >= prefix) & (key >= prefix)] = torch.from_numpy(pattern.relation.astype("int64"))
         return bucket.to(device)
@@ -70,6 +71,8 @@ def kept_of_union(pattern: Pattern, device: torch.device) -> Tensor:
 
 def cached_on_device(pattern: Pattern, name: str, device: torch.device, make: Callable[[torch.device], Made]) -> Made:
     """What ``make`` makes of a pattern on a device, made once and kept as long as the pattern."""
+    if is_in_torch_dispatch_mode():  # what a mode makes, such as fake tensors, is of no use to others
+        return make(device)
     cache = pattern.__dict__.setdefault("_on_device", {})
     if (name, device) not in cache:
         # What is made in inference mode could not be used in training later.

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fibottention.ops.arguments import AttentionCall
 from fibottention.ops.constants import parse_for_graph
-from fibottention.ops.eager import is_plain
+from fibottention.ops.eager import is_plain, refuse_forward_mode, refuse_second_derivative
 from fibottention.ops.kernel import kernel, missing
+from fibottention.ops.layout import contiguous_rows, new_gradient, new_heads, sum_dtype
 from fibottention.ops.twist import Twist
 from fibottention.patterns.pattern import Pattern
 
@@ -45,7 +46,7 @@ def unsupported(call: AttentionCall) -> str | None:
     """Why this backend cannot serve the call, or None."""
     if call.q.device.type not in ("cpu", "meta"):
         return f"the tensors are on {call.q.device}"
-    if call.transform is not None and not isinstance(call.transform, Twist):
+    if call.transform is not None and type(call.transform) is not Twist:
         return f"of all transforms it knows only Twist, got {call.transform!r}"
     return missing()
 
@@ -53,7 +54,7 @@ def unsupported(call: AttentionCall) -> str | None:
 def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Attention over just the kept pairs, and the kept weights if asked for."""
     twist = call.transform if isinstance(call.transform, Twist) else None
-    dtype = _sum_dtype(call.q)
+    dtype = sum_dtype(call.q)
     bias = call.kernel_bias()
     tensors = (
         call.q,
@@ -62,6 +63,7 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         None if bias is None else bias.to(dtype),
         None if twist is None else twist.scale.to(dtype),
     )
+    refuse_forward_mode("cpu", *tensors)
     plain = is_plain(tensors)
     # A functorch transform hides whether a derivative will be asked for.
     differentiated = torch.is_grad_enabled() and (not plain or any(t is not None and t.requires_grad for t in tensors))
@@ -74,7 +76,7 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         differentiated or call.return_weights,
         call.return_weights,
     )
-    seed = torch.randint(2**62, ()) if call.dropout_p else None
+    seed = torch.randint(2**62, (), device=call.q.device) if call.dropout_p else None
     if not plain:
         out, probabilities, weights, _ = attention_operator(*tensors, seed, call.pattern.key, *options)
     elif differentiated:
@@ -84,27 +86,9 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     return out, (weights if options.transformed else probabilities) if call.return_weights else None
 
 
-def _sum_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
 def _pair_shape(q: Tensor, pattern: Pattern) -> tuple[int, int, int]:
     groups = pattern.num_heads // pattern.stored_heads
     return q.shape[0], groups, pattern.nnz // groups
-
-
-def _contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _new_heads(x: Tensor, dim: int) -> Tensor:
-    """An uninitialized ``(B, H, T, dim)`` tensor, in memory ``(B, T, H, dim)`` like that of PyTorch's attention."""
-    batch, heads, length, _ = x.shape
-    return x.new_empty((batch, length, heads, dim)).transpose(1, 2)
-
-
-def _new_gradient(x: Tensor) -> Tensor:
-    return torch.empty_like(x) if x.is_contiguous() else _new_heads(x, x.shape[-1])
 
 
 _Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -113,9 +97,9 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor |
 
 def _new_outputs(q: Tensor, v: Tensor, pattern: Pattern, options: _Options) -> _Outputs:
     """Output; probabilities, and weights after transform and dropout ``(B, G, pairs)``; weight of each other pair."""
-    pairs, dtype = _pair_shape(q, pattern), _sum_dtype(q)
+    pairs, dtype = _pair_shape(q, pattern), sum_dtype(q)
     return (
-        _new_heads(q, v.shape[3]),
+        new_heads(q, v.shape[3]),
         q.new_empty(pairs, dtype=dtype) if options.save else None,
         q.new_empty(pairs, dtype=dtype) if options.return_weights and options.transformed else None,
         q.new_empty(q.shape[:3], dtype=dtype) if options.zero_fill else None,
@@ -132,7 +116,7 @@ def _forward(
     pattern: Pattern,
     options: _Options,
 ) -> _Outputs:
-    q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
+    q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     outputs = _new_outputs(q, v, pattern, options)
     out, probabilities, weights, rest = outputs
     if not out.numel():
@@ -162,9 +146,9 @@ def _new_gradients(
 ) -> _Gradients:
     """Gradients of q, k, v, of the scores ``(B, G, pairs)``, and of the Twist scale by row ``(B, H, T)``."""
     return (
-        _new_gradient(q) if needed[0] else None,
-        _new_gradient(k) if needed[1] else None,
-        _new_gradient(v) if needed[2] else None,
+        new_gradient(q) if needed[0] else None,
+        new_gradient(k) if needed[1] else None,
+        new_gradient(v) if needed[2] else None,
         torch.empty_like(probabilities),
         probabilities.new_empty(q.shape[:3]) if options.twist_mode else None,
     )
@@ -184,8 +168,8 @@ def _backward(
     options: _Options,
     needed: tuple[bool, bool, bool],
 ) -> _Gradients:
-    q, k, v, grad_out = (_contiguous_rows(t) for t in (q, k, v, grad_out))
     gradients = _new_gradients(q, k, v, probabilities, options, needed)
+    q, k, v, grad_out = (contiguous_rows(t) for t in (q, k, v, grad_out))
     grad_q, grad_k, grad_v, grad_scores, grad_twist = gradients
     if not grad_out.numel():
         return gradients
@@ -198,7 +182,7 @@ def _backward(
         "dropout_p": options.dropout_p,
         "seed": None if seed is None else int(seed),
         "probabilities": probabilities,
-        "weights": torch.empty_like(probabilities) if options.transformed else probabilities,
+        "weights": _weights_to_make(probabilities, options, needed[2]),
         "rest": rest,
         "value_sums": None if rest is None else rest.new_empty(*v.shape[:2], v.shape[3]),
         "grad_out": grad_out,
@@ -212,6 +196,13 @@ def _backward(
     }
     kernel().backward(pattern, q, k, v, values)
     return gradients
+
+
+def _weights_to_make(probabilities: Tensor, options: _Options, need_v: bool) -> Tensor | None:
+    """Where the backward pass finds the weights of the values, or makes them again where they were transformed."""
+    if not options.transformed:
+        return probabilities
+    return torch.empty_like(probabilities) if need_v else None
 
 
 def _filled(tensors: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
@@ -347,9 +338,14 @@ def _derive(ctx: Any, grad_out: Any, grad_probabilities: Any, grad_weights: Any,
         grad_k if needed[1] else None,
         grad_v if needed[2] else None,
         grad_bias,
-        grad_twist.sum() if grad_twist is not None and ctx.needs_input_grad[4] else None,
+        _sum_of_rows(grad_twist) if grad_twist is not None and ctx.needs_input_grad[4] else None,
         *[None] * (len(ctx.needs_input_grad) - 5),
     )
+
+
+def _sum_of_rows(x: Tensor) -> Tensor:
+    """The sum of a ``(B, H, T)`` tensor, axis by axis: a sum of all at once depends on the number of threads."""
+    return x.sum(-1).sum(-1).sum()
 
 
 attention_operator.register_autograd(_derive, setup_context=_save)
@@ -366,7 +362,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[T
         mapped = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
         folded.append(mapped.flatten(0, 1))
     outputs = attention_operator(*folded, *inputs[3:])
-    return tuple(t.unflatten(0, (size, -1)) if t.numel() else t.expand(size, 0) for t in outputs), (0, 0, 0, 0)
+    return tuple(t.unflatten(0, (size, -1)) if t.ndim > 1 else t.expand(size, 0) for t in outputs), (0, 0, 0, 0)
 
 
 class _Function(torch.autograd.Function):
@@ -380,6 +376,6 @@ class _Function(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivative("cpu")
         return _derive(ctx, *grads)

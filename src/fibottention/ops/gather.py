@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fibottention.ops.arguments import AttentionCall, WeightTransform
 from fibottention.ops.constants import cached_on_device, pair_indices
+from fibottention.ops.eager import refuse_forward_mode
 from fibottention.ops.pairs import pair_dot, pair_softmax, pair_sum, row_blocks
 from fibottention.patterns.pattern import Pattern
 
@@ -14,6 +15,7 @@ __all__ = ["apply_weights", "attention", "transform_weights"]
 def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Attention over just the kept pairs, and the kept weights if asked for."""
     pattern = call.pattern
+    refuse_forward_mode("gather", call.q, call.k, call.v, call.bias)
     scores = pair_dot(call.q, call.k, pattern.key) * call.scale
     bias = call.pair_bias()
     if bias is not None:
@@ -45,6 +47,8 @@ def apply_weights(weights: Tensor, outside: Tensor | None, v: Tensor, pattern: P
 def transform_weights(weights: Tensor, transform: WeightTransform, pattern: Pattern) -> Tensor:
     """Apply a row-wise transform to pair weights, one block of equally long rows at a time."""
     blocks = row_blocks(pattern, weights.device)
+    if not blocks:
+        return weights
     parts = [
         transform(weights[..., block.pairs.reshape(-1)].unflatten(-1, tuple(block.pairs.shape))).flatten(-2)
         for block in blocks

@@ -22,6 +22,8 @@ from fibottention.patterns.pattern import Int64Array, Pattern, SparseRows
 
 __all__ = ["Kernel", "PatternTables", "kernel", "missing", "tables"]
 
+_INTERFACE = 1  # kInterface of csrc/attention.h
+
 _ISA_NAMES = ("baseline", "AVX2", "AVX-512")
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _STATUS = {2: "the instruction set is not supported", 3: "torch's thread pool failed"}
@@ -90,8 +92,8 @@ class PatternTables:
         )
         # The kernel reads offsets eight at a time.
         arrays["offsets"] = np.pad(np.concatenate(heads), (0, 8)).astype(np.int32)
-        arrays["offset_starts"] = np.cumsum([0, *(len(head) for head in heads)])
-        arrays["row_starts"] = np.concatenate([[0], np.cumsum(row_counts)])
+        arrays["offset_starts"] = np.cumsum([0, *(len(head) for head in heads)], dtype=np.int64)
+        arrays["row_starts"] = np.concatenate([[0], np.cumsum(row_counts)]).astype(np.int64)
         arrays["row_base"] = arrays["row_starts"][:-1] - low
         return row_counts, column_counts
 
@@ -105,9 +107,9 @@ class PatternTables:
         column_counts = np.bincount(column, minlength=heads * tokens)
         arrays["row_starts"] = rows.starts
         arrays["row_keys"] = rows.indices.astype(np.int32)
-        arrays["column_starts"] = np.concatenate([[0], np.cumsum(column_counts)])
+        arrays["column_starts"] = np.concatenate([[0], np.cumsum(column_counts)]).astype(np.int64)
         arrays["column_queries"] = (row[order] % tokens).astype(np.int32)
-        arrays["column_pairs"] = order
+        arrays["column_pairs"] = order.astype(np.int64)
         return row_counts, column_counts
 
 
@@ -121,8 +123,10 @@ class Kernel:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / _library_name("torch_cpu")))
-        self._parallel_for = ctypes.cast(torch_library.torch_parallel_for, c_void_p).value
+        library.fibottention_interface.restype = c_int64
+        if library.fibottention_interface() != _INTERFACE * 10**6 + ctypes.sizeof(_Tables) * 1000 + _FORMAT.size:
+            raise OSError(f"{path} was built from another version of the sources; install the package again")
+        self._parallel_for = ctypes.cast(_torch_library().torch_parallel_for, c_void_p).value
         self._forward, self._backward = library.fibottention_forward, library.fibottention_backward
         self._forward.argtypes = self._backward.argtypes = [c_char_p]
         self._bucket_sums = library.fibottention_bucket_sums
@@ -191,9 +195,14 @@ def _check(status: int) -> None:
         raise RuntimeError(f"sparse attention: the CPU kernel failed: {_STATUS[status]}")
 
 
+def _torch_library() -> ctypes.CDLL:
+    """The library of torch's CPU code, which is loaded already, wherever it is installed."""
+    name = _library_name("torch_cpu")
+    path = Path(torch.__file__).parent / "lib" / name
+    return ctypes.CDLL(str(path) if path.exists() else name)
+
+
 def _library_name(name: str) -> str:
-    if sys.platform == "win32":
-        return f"{name}.dll"
     return f"lib{name}.dylib" if sys.platform == "darwin" else f"lib{name}.so"
 
 

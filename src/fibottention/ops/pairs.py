@@ -9,7 +9,6 @@ Rows with the same number of keys form one dense block, so nothing is padded; wo
 O(pairs) plus a bounded buffer. Sums over queries run over the transposed pattern: no atomics, hence repeatable.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fibottention.ops.constants import cached_on_device, parse_for_graph
+from fibottention.ops.eager import full_precision
 from fibottention.patterns.pattern import Pattern, SparseRows
 
 __all__ = ["pair_dot", "pair_softmax", "pair_sum", "pair_sum_transposed", "row_blocks"]
@@ -89,24 +89,13 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _full_precision(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Run an operation outside autocast, which would round its products to half precision."""
-
-    @functools.wraps(operation)
-    def run(first: Tensor, *rest: Any) -> Any:
-        with torch.autocast(first.device.type, enabled=False):
-            return operation(first, *rest)
-
-    return run
-
-
 def _take(x: Tensor, rows: Tensor) -> Tensor:
     taken = x.index_select(1, rows.reshape(-1))
     return taken.view(x.shape[0], *rows.shape, *x.shape[2:])
 
 
 @torch.library.custom_op("fibottention::pair_dot", mutates_args=())
-@_full_precision
+@full_precision
 def pair_dot(a: Tensor, b: Tensor, pattern: str) -> Tensor:
     """Dot product of ``a[query]`` and ``b[key]`` for each kept pair: ``(B, H, T, D)`` twice to ``(B, G, pairs)``.
 
@@ -126,14 +115,14 @@ def pair_dot(a: Tensor, b: Tensor, pattern: str) -> Tensor:
 
 
 @torch.library.custom_op("fibottention::pair_sum", mutates_args=())
-@_full_precision
+@full_precision
 def pair_sum(weights: Tensor, x: Tensor, pattern: str) -> Tensor:
     """Sum of ``weights * x[key]`` over the keys of each query: ``(B, G, pairs)`` and ``(B, H, T, D)`` to the latter."""
     return _sum_rows(weights, x, Pattern.parse(pattern), transposed=False)
 
 
 @torch.library.custom_op("fibottention::pair_sum_transposed", mutates_args=())
-@_full_precision
+@full_precision
 def pair_sum_transposed(weights: Tensor, x: Tensor, pattern: str) -> Tensor:
     """Sum of ``weights * x[query]`` over the queries of each key; the transpose of `pair_sum`."""
     return _sum_rows(weights, x, Pattern.parse(pattern), transposed=True)

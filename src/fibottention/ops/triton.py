@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fibottention.ops.arguments import AttentionCall
 from fibottention.ops.constants import cached_on_device, parse_for_graph
-from fibottention.ops.eager import is_plain
+from fibottention.ops.eager import full_precision, is_plain, refuse_forward_mode, refuse_second_derivative
 from fibottention.ops.kernel import tables
+from fibottention.ops.layout import contiguous_rows, new_gradient, new_heads, sum_dtype
 from fibottention.patterns.pattern import Pattern
 
 __all__ = ["attention", "attention_backward_operator", "attention_operator", "unsupported"]
@@ -38,7 +39,7 @@ class _Tables(NamedTuple):
 def _tables(pattern: Pattern, device: torch.device) -> _Tables:
     def make(device: torch.device) -> _Tables:
         arrays = tables(pattern).arrays
-        empty = torch.zeros(1, dtype=torch.int64)
+        empty = torch.zeros(1, dtype=torch.int64, device="cpu")
         return _Tables(
             *((torch.from_numpy(arrays[n].copy()) if n in arrays else empty).to(device) for n in _Tables._fields)
         )
@@ -76,21 +77,13 @@ def unsupported(call: AttentionCall) -> str | None:
 def attention(call: AttentionCall) -> tuple[Tensor, None]:
     """Attention over just the kept pairs."""
     bias = call.pair_bias() if call.bias is None or call.bias.ndim == 2 else call.kernel_bias()
-    bias = None if bias is None else bias.to(_sum_dtype(call.q))
+    bias = None if bias is None else bias.to(sum_dtype(call.q))
     tensors = (call.q, call.k, call.v, bias)
+    refuse_forward_mode("triton", *tensors)
     if is_plain(tensors):
         return _Function.apply(*tensors, call.pattern, call.scale, call.zero_fill)[0], None  # type: ignore
     out, _ = attention_operator(*tensors, call.pattern.key, call.scale, call.zero_fill)
     return out, None
-
-
-def _sum_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
-
-
-def _new_heads(x: Tensor, dim: int) -> Tensor:
-    batch, heads, length, _ = x.shape
-    return x.new_empty((batch, length, heads, dim)).transpose(1, 2)
 
 
 def _settings(q: Tensor, v: Tensor, pattern: Pattern, bias: Tensor | None, scale: float) -> dict[str, Any]:
@@ -130,18 +123,14 @@ def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None
     kernel[(programs,)](*arguments, **options)
 
 
-def _contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def _prefix_pairs(pattern: Pattern, device: torch.device) -> tuple[Tensor, Tensor]:
     """Numbers of the pairs of prefix queries ``(S, P, T)`` and of prefix keys ``(S, T, P)``, for S stored heads."""
 
     def make(device: torch.device) -> tuple[Tensor, Tensor]:
         starts = torch.from_numpy(pattern.rows.starts[:-1].copy()).view(pattern.stored_heads, -1)
         prefix, length = pattern.prefix_tokens, pattern.sequence_length
-        of_queries = starts[:, :prefix, None] + torch.arange(length)
-        of_keys = starts[:, :, None] + torch.arange(prefix)
+        of_queries = starts[:, :prefix, None] + torch.arange(length, device="cpu")
+        of_keys = starts[:, :, None] + torch.arange(prefix, device="cpu")
         return of_queries.to(device), of_keys.to(device)
 
     return cached_on_device(pattern, "prefix_pairs", device, make)
@@ -154,14 +143,15 @@ def _bias_of(bias: Tensor, numbers: Tensor, q: Tensor) -> Tensor:
     return by_head.repeat(q.shape[0] // bias.shape[0], *[1] * (by_head.ndim - 1))
 
 
+@full_precision
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, pattern: Pattern, scale: float, zero_fill: bool
 ) -> tuple[Tensor, Tensor]:
     from fibottention.ops import triton_kernels
 
-    q, k, v = _contiguous_rows(q), _contiguous_rows(k), _contiguous_rows(v)
-    dtype, prefix = _sum_dtype(q), pattern.prefix_tokens
-    out = _new_heads(q, v.shape[3])
+    q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
+    dtype, prefix = sum_dtype(q), pattern.prefix_tokens
+    out = new_heads(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=dtype)
     if not out.numel():
         return out, lse
@@ -193,6 +183,7 @@ def _forward(
     return out, lse
 
 
+@full_precision
 def _backward(
     grad_out: Tensor,
     q: Tensor,
@@ -208,9 +199,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from fibottention.ops import triton_kernels
 
-    q, k, v, grad_out = (_contiguous_rows(t) for t in (q, k, v, grad_out))
-    dtype, prefix = _sum_dtype(q), pattern.prefix_tokens
+    dtype, prefix = sum_dtype(q), pattern.prefix_tokens
     grad_q, grad_k, grad_v, grad_scores = _new_gradients(q, k, v, pattern, need_bias)
+    q, k, v, grad_out = (contiguous_rows(t) for t in (q, k, v, grad_out))
     if not grad_out.numel():
         return grad_q, grad_k, grad_v, grad_scores
     bias = None if bias is None else bias.contiguous()
@@ -220,7 +211,7 @@ def _backward(
     rest = (-lse).exp()
     rest[:, :, :prefix] = 0
     if zero_fill:
-        rest[:, :, prefix:] *= _incomplete(pattern, q.device)
+        rest[:, :, prefix:].masked_fill_(~_incomplete(pattern, q.device), 0)
     sums = torch.einsum("bht,bhtd->bhd", rest, exact) if zero_fill else lse
     options = _settings(q, v, pattern, bias, scale)
     programs = _programs(q, pattern, options["BLOCK"])
@@ -273,20 +264,19 @@ def _prefix_gradients(inputs: tuple[Any, ...], gradients: tuple[Any, ...], patte
     q, k, v, grad_out, bias, lse, delta, rest, sums = inputs
     grad_q, grad_k, grad_v, grad_scores = gradients
     dtype, prefix = lse.dtype, pattern.prefix_tokens
-    of_queries, of_keys = _prefix_pairs(pattern, q.device)
     scores = q[:, :, :prefix].to(dtype) @ k.to(dtype).mT * scale
     if bias is not None:
-        scores = scores + _bias_of(bias, of_queries, q)
+        scores = scores + _bias_of(bias, _prefix_pairs(pattern, q.device)[0], q)
     weights = (scores - lse[:, :, :prefix, None]).exp()
     change = weights * (grad_out[:, :, :prefix] @ v.to(dtype).mT - delta[:, :, :prefix, None])
     grad_q[:, :, :prefix] = (change @ k.to(dtype) * scale).to(q.dtype)
     if grad_scores is not None:
         # (B, H, P, T) to (B, G, S, P, T), where one of G and S is all heads and the other is 1.
         by_block = change.unflatten(1, (grad_scores.shape[1], pattern.stored_heads))
-        grad_scores[:, :, of_queries] = by_block
+        grad_scores[:, :, _prefix_pairs(pattern, q.device)[0]] = by_block
     scores = q.to(dtype) @ k[:, :, :prefix].to(dtype).mT * scale
     if bias is not None:
-        scores = scores + _bias_of(bias, of_keys, q)
+        scores = scores + _bias_of(bias, _prefix_pairs(pattern, q.device)[1], q)
     weights = (scores - lse[..., None]).exp()
     change = weights * (grad_out @ v[:, :, :prefix].to(dtype).mT - delta[..., None])
     grad_k[:, :, :prefix] = (change.mT @ q.to(dtype) * scale).to(k.dtype)
@@ -298,14 +288,14 @@ def _prefix_gradients(inputs: tuple[Any, ...], gradients: tuple[Any, ...], patte
 
 def _new_scores(q: Tensor, pattern: Pattern) -> Tensor:
     groups = pattern.num_heads // pattern.stored_heads
-    return q.new_empty(q.shape[0], groups, pattern.nnz // groups, dtype=_sum_dtype(q))
+    return q.new_empty(q.shape[0], groups, pattern.nnz // groups, dtype=sum_dtype(q))
 
 
 def _new_gradients(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = [torch.empty_like(x) if x.is_contiguous() else _new_heads(x, x.shape[-1]) for x in (q, k, v)]
-    return grads[0], grads[1], grads[2], _new_scores(q, pattern) if need_bias else q.new_empty(0, dtype=_sum_dtype(q))
+    grads = [new_gradient(x) for x in (q, k, v)]
+    return grads[0], grads[1], grads[2], _new_scores(q, pattern) if need_bias else q.new_empty(0, dtype=sum_dtype(q))
 
 
 @torch.library.custom_op("fibottention::triton_attention", mutates_args=())
@@ -321,7 +311,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, pattern: str, scale: float, zero_fill: bool
 ) -> tuple[Tensor, Tensor]:
     parse_for_graph(pattern)
-    return _new_heads(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=_sum_dtype(q))
+    return new_heads(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=sum_dtype(q))
 
 
 @torch.library.custom_op("fibottention::triton_attention_backward", mutates_args=())
@@ -400,6 +390,6 @@ class _Function(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivative("triton")
         return _derive(ctx, *grads)

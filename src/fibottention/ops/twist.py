@@ -14,8 +14,8 @@ class Twist(nn.Module):
     """Suppress the trivial weights of each attention row; the other weights stay as they are.
 
     With m the largest weight of a row, the weights A_j <= t * m are trivial (t the threshold); with S their sum, they
-    become s * A_j^2 / S (s the scale). Rows are not normalized again. The backends `cpu` and `triton` do this in
-    the same pass as the attention.
+    become s * A_j^2 / S (s the scale). Rows are not normalized again. The backend `cpu` does this in the same pass as
+    the attention.
 
     Source: arXiv 2210.12333, section 3.2.
 

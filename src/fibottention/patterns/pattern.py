@@ -485,7 +485,9 @@ class Pattern:
             ValueError: If the length or a bucket is out of range.
         """
         counts, keys = self._patch_rows()
-        buckets = np.asarray(relation)
+        buckets = np.asarray(relation.cpu() if isinstance(relation, Tensor) else relation)
+        if buckets.size and buckets.dtype.kind not in "iu":
+            raise ValueError(f"relation must hold whole numbers, got {buckets.dtype}")
         if buckets.shape != keys.shape:
             raise ValueError(f"relation must hold one bucket per patch pair ({len(keys)}), got shape {buckets.shape}")
         if buckets.size and not 0 <= buckets.min() <= buckets.max() < num_buckets:

@@ -1,0 +1,27 @@
+"""Dtypes and memory layouts that the kernels share."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["contiguous_rows", "new_gradient", "new_heads", "sum_dtype"]
+
+
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of sums: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """The tensor itself, or a copy of it, with a contiguous last axis."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def new_heads(x: Tensor, dim: int) -> Tensor:
+    """An uninitialized ``(B, H, T, dim)`` tensor, in memory ``(B, T, H, dim)`` like that of PyTorch's attention."""
+    batch, heads, length, _ = x.shape
+    return x.new_empty((batch, length, heads, dim)).transpose(1, 2)
+
+
+def new_gradient(x: Tensor) -> Tensor:
+    """An uninitialized gradient of q, k or v."""
+    return torch.empty_like(x) if x.is_contiguous() else new_heads(x, x.shape[-1])
