@@ -30,8 +30,13 @@ __all__ = ["run"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
-def run(words: list[str], command: str = "fibottention benchmark") -> int:
-    """Run the command; returns the exit code."""
+def run(words: list[str], command: str | None = None) -> int:
+    """Run the command; returns the exit code.
+
+    Args:
+        words: Its arguments.
+        command: What the written tables name as their source, if not this command.
+    """
     parser = CommandParser(
         prog="fibottention benchmark",
         description="Time sparse attention against dense attention and other rivals, in turn in one process. "
@@ -62,7 +67,7 @@ def run(words: list[str], command: str = "fibottention benchmark") -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
 
     console = make_console()
-    command = shlex.join([*command.split(), *words])
+    command = command or shlex.join(["fibottention", "benchmark", *words])
     threads = arguments.threads if arguments.device == "cpu" else [1]
     wanted = "attention" in arguments.parts
     cases = [
