@@ -25,6 +25,12 @@ namespace {
 #include "kernels.h"
 #include "work.h"
 
+// A row whose every score is -inf has no weights at all.
+template <typename T>
+INLINE Vector<T> one_over(Vector<T> total) {
+    return total == 0 ? Vector<T>{} : T(1) / total;
+}
+
 // Softmax of the scores of a row, padded with -inf to V vectors that stay in registers. Returns the weight of each of
 // `missing` pairs with score 0.
 template <typename T, int V>
@@ -44,14 +50,8 @@ INLINE Vector<T> softmax_of(T* scores, int64_t missing) {
         x[v] = exponential<T>(x[v] - shift);
         total += x[v];
     }
-    total = sum_of_lanes<T>(total);
-    Vector<T> rest{};
-    if (missing) {
-        rest = exponential<T>(-shift);
-        total += T(missing) * rest;
-    }
-    // A row whose every score is -inf has no weights at all.
-    const Vector<T> factor = total == 0 ? Vector<T>{} : T(1) / total;
+    const Vector<T> rest = missing ? exponential<T>(-shift) : Vector<T>{};
+    const Vector<T> factor = one_over<T>(sum_of_lanes<T>(total) + T(missing) * rest);
     for (int v = 0; v < V; ++v) store<T>(scores + v * L, x[v] * factor);
     return rest * factor;
 }
@@ -80,13 +80,8 @@ INLINE T softmax(T* scores, int64_t count, int64_t missing) {
         store<T>(scores + i, e);
         total += e;
     }
-    total = sum_of_lanes<T>(total);
-    Vector<T> rest{};
-    if (missing) {
-        rest = exponential<T>(-shift);
-        total += T(missing) * rest;
-    }
-    const Vector<T> factor = total == 0 ? Vector<T>{} : T(1) / total;
+    const Vector<T> rest = missing ? exponential<T>(-shift) : Vector<T>{};
+    const Vector<T> factor = one_over<T>(sum_of_lanes<T>(total) + T(missing) * rest);
     for (int64_t i = 0; i < count; i += L) store<T>(scores + i, load<T>(scores + i) * factor);
     return (rest * factor)[0];
 }
@@ -164,8 +159,9 @@ void add_bias(const AttentionArguments& a, const Lists& lists, T* scores, const 
     for (int64_t i = 0; i < row.count; ++i) scores[i] += bias[i];
 }
 
+// What works on the queries, each with its list of keys.
 template <typename T>
-struct Forward : Work<T> {
+struct OverQueries : Work<T> {
     using Work<T>::Work;
 
     bool prepare() {
@@ -173,10 +169,11 @@ struct Forward : Work<T> {
         return this->allocate(a.pattern->longest_row, false, a.k, a.head_dim, a.v, a.value_dim);
     }
     void list(Lists& lists, Row& row) { lists.keys_of(row, this->lists + row.slot); }
-    void take_head(const Lists& lists) {
-        this->take(0, this->a.k, this->a.head_dim, lists);
-        this->take(1, this->a.v, this->a.value_dim, lists);
-    }
+};
+
+template <typename T>
+struct Forward : OverQueries<T> {
+    using OverQueries<T>::OverQueries;
 
     void tile(const Lists& lists) {
         const AttentionArguments& a = this->a;
@@ -215,18 +212,8 @@ struct Forward : Work<T> {
 
 // Gradients of the scores and of q, and the weights that multiply the gradient of the output.
 template <typename T>
-struct BackwardRows : Work<T> {
-    using Work<T>::Work;
-
-    bool prepare() {
-        const AttentionArguments& a = this->a;
-        return this->allocate(a.pattern->longest_row, false, a.k, a.head_dim, a.v, a.value_dim);
-    }
-    void list(Lists& lists, Row& row) { lists.keys_of(row, this->lists + row.slot); }
-    void take_head(const Lists& lists) {
-        this->take(0, this->a.k, this->a.head_dim, lists);
-        this->take(1, this->a.v, this->a.value_dim, lists);
-    }
+struct BackwardRows : OverQueries<T> {
+    using OverQueries<T>::OverQueries;
 
     void tile(const Lists& lists) {
         const AttentionArguments& a = this->a;
@@ -293,10 +280,6 @@ struct BackwardColumns : Work<T> {
         return this->allocate(a.pattern->longest_column, true, a.q, a.head_dim, a.grad_out, a.value_dim);
     }
     void list(Lists& lists, Row& row) { lists.queries_of(row, this->lists + row.slot, this->positions + row.slot); }
-    void take_head(const Lists& lists) {
-        this->take(0, this->a.q, this->a.head_dim, lists);
-        this->take(1, this->a.grad_out, this->a.value_dim, lists);
-    }
 
     void tile(const Lists& lists) {
         const AttentionArguments& a = this->a;

@@ -1,20 +1,24 @@
 // Gradient of a bias table: sums of the pairs' gradients over the batch and over the pairs of each bucket.
 #include "attention.h"
 
+#include <utility>
+
 namespace {
+
+#include "vectors.h"
+#include "pairs.h"
 
 template <typename T>
 void head_sums(const PatternTables& p, int64_t head, int64_t batch, const T* values, T* sums) {
-    const int64_t length = p.prefix + p.tokens, groups = p.heads / p.stored_heads;
-    const int64_t stored = p.stored_heads == 1 ? 0 : head, block = p.stored_heads == 1 ? head : 0;
-    const int64_t* starts = p.row_starts + stored * p.tokens;
     for (int64_t b = 0; b < p.buckets; ++b) sums[b] = 0;
-    for (int64_t image = 0; image < batch; ++image)
+    for (int64_t image = 0; image < batch; ++image) {
+        const Lists lists(p, image * p.heads + head);
         for (int64_t i = 0; i < p.tokens; ++i) {
-            const int64_t prefix = stored * p.prefix * (length + p.tokens) + p.prefix * length + (i + 1) * p.prefix;
-            const T* from = values + (image * groups + block) * p.pairs + prefix;
-            for (int64_t pair = starts[i]; pair < starts[i + 1]; ++pair) sums[p.relation[pair]] += from[pair];
+            const T* from = values + lists.pairs_offset + lists.prefix_pairs(i);
+            for (int64_t pair = lists.patch_row(i); pair < lists.patch_row(i + 1); ++pair)
+                sums[p.relation[pair]] += from[pair];
         }
+    }
 }
 
 struct Context {

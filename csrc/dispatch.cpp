@@ -11,7 +11,17 @@ DECLARE(isa_baseline)
 #ifdef FIBOTTENTION_X86
 DECLARE(isa_avx2)
 DECLARE(isa_avx512)
+#define RUN_X86(PASS)                                              \
+    if (arguments->isa == 2) return isa_avx512::PASS(*arguments); \
+    if (arguments->isa == 1) return isa_avx2::PASS(*arguments);
+#else
+#define RUN_X86(PASS)
 #endif
+
+#define RUN(PASS)                                                                               \
+    if (arguments->isa < 0 || arguments->isa > fibottention_best_isa()) return kUnknownIsa;    \
+    RUN_X86(PASS)                                                                               \
+    return isa_baseline::PASS(*arguments);
 
 extern "C" {
 
@@ -33,21 +43,7 @@ EXPORT int64_t fibottention_best_isa() {
     return 0;
 }
 
-EXPORT int32_t fibottention_forward(const AttentionArguments* arguments) {
-    if (arguments->isa < 0 || arguments->isa > fibottention_best_isa()) return kUnknownIsa;
-#ifdef FIBOTTENTION_X86
-    if (arguments->isa == 2) return isa_avx512::forward(*arguments);
-    if (arguments->isa == 1) return isa_avx2::forward(*arguments);
-#endif
-    return isa_baseline::forward(*arguments);
-}
+EXPORT int32_t fibottention_forward(const AttentionArguments* arguments) { RUN(forward) }
 
-EXPORT int32_t fibottention_backward(const AttentionArguments* arguments) {
-    if (arguments->isa < 0 || arguments->isa > fibottention_best_isa()) return kUnknownIsa;
-#ifdef FIBOTTENTION_X86
-    if (arguments->isa == 2) return isa_avx512::backward(*arguments);
-    if (arguments->isa == 1) return isa_avx2::backward(*arguments);
-#endif
-    return isa_baseline::backward(*arguments);
-}
+EXPORT int32_t fibottention_backward(const AttentionArguments* arguments) { RUN(backward) }
 }

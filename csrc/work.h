@@ -28,8 +28,10 @@ struct Work {
     Work(const Work&) = delete;
     ~Work() { std::free(memory); }
 
-    // Scratch for a tile, and for the tensors of which the inner loops read the rows of a whole head.
+    // Scratch for a tile, and for the two tensors of which the inner loops read the rows of a whole head.
     bool allocate(int64_t longest, bool columns, const Heads& heads0, int64_t dim0, const Heads& heads1, int64_t dim1) {
+        source[0] = {heads0, dim0};
+        source[1] = {heads1, dim1};
         const int64_t length = a.pattern->prefix + a.pattern->tokens;
         const int64_t pairs = round_up(kTilePairs + longest + kMostRows * kLanes<T> + 64, 64);
         const int64_t tile_rows = kMostRows * round_up(larger(a.head_dim, a.value_dim), kLanes<T>);
@@ -49,9 +51,62 @@ struct Work {
         return true;
     }
 
-    // Makes one tensor of one head ready for the inner loops.
-    void take(int which, const Heads& heads, int64_t dim, const Lists& of) {
-        const int64_t start = of.batch * heads.batch_stride + of.head * heads.head_stride;
+    // Makes a head ready for the inner loops.
+    void take_head(const Lists& of) {
+        take(0, of);
+        take(1, of);
+        packed_head = of.index;
+    }
+
+    // The tile's rows of a tensor, where they are if that can be, else in the buffer.
+    Tile<T> tile_of(const Heads& heads, int64_t dim, const Lists& of) const {
+        const int64_t padded = round_up(dim, kLanes<T>);
+        if (!direct(dim)) return {buffer, padded, false, padded, rows, row_count, lists};
+        T* const data = static_cast<T*>(heads.data) + start_of(heads, of);
+        return {data, heads.token_stride, true, padded, rows, row_count, lists};
+    }
+
+    Tile<T> read(const Heads& heads, int64_t dim, const Lists& of) const {
+        const Tile<T> tile = tile_of(heads, dim, of);
+        if (tile.by_token) return tile;
+        const int64_t start = start_of(heads, of);
+        for (int64_t r = 0; r < row_count; ++r)
+            read_row<T>(a.dtype, heads.data, start + rows[r].token * heads.token_stride, tile.row(r), dim, tile.dim);
+        return tile;
+    }
+
+    void write(const Tile<T>& tile, const Heads& heads, int64_t dim, const Lists& of) const {
+        if (tile.by_token) return;
+        const int64_t start = start_of(heads, of);
+        for (int64_t r = 0; r < row_count; ++r)
+            write_row<T>(a.dtype, heads.data, start + rows[r].token * heads.token_stride, tile.row(r), dim);
+    }
+
+    void dots_with(const Tile<T>& tile, T factor, int which, T* scores) const {
+        dots<T>(tile, factor, input[which].data, input[which].stride, scores);
+    }
+
+    void weighted_by(const T* weights, int which, const Tile<T>& out) const {
+        weighted<T>(out, weights, input[which].data, input[which].stride);
+    }
+
+   private:
+    void* memory = nullptr;
+    T* buffer = nullptr;  // the tile
+    T* packed[2] = {nullptr, nullptr};
+    int64_t packed_head = -1;
+    struct {
+        Heads heads;
+        int64_t dim;
+    } source[2];
+
+    static int64_t start_of(const Heads& heads, const Lists& of) {
+        return of.batch * heads.batch_stride + of.head * heads.head_stride;
+    }
+
+    void take(int which, const Lists& of) {
+        const Heads& heads = source[which].heads;
+        const int64_t dim = source[which].dim, start = start_of(heads, of);
         if (!packs(heads, dim)) {
             input[which] = {static_cast<const T*>(heads.data) + start, heads.token_stride};
             return;
@@ -66,47 +121,6 @@ struct Work {
             read_row<T>(a.dtype, heads.data, row, packed[which] + token * padded, dim, padded);
         }
     }
-
-    // The tile's rows of a tensor, where they are if that can be, else in the buffer.
-    Tile<T> tile_of(const Heads& heads, int64_t dim, const Lists& of) const {
-        const int64_t padded = round_up(dim, kLanes<T>);
-        if (!direct(dim)) return {buffer, padded, false, padded, rows, row_count, lists};
-        T* const data = static_cast<T*>(heads.data) + of.batch * heads.batch_stride + of.head * heads.head_stride;
-        return {data, heads.token_stride, true, padded, rows, row_count, lists};
-    }
-
-    Tile<T> read(const Heads& heads, int64_t dim, const Lists& of) const {
-        const Tile<T> tile = tile_of(heads, dim, of);
-        if (tile.by_token) return tile;
-        const int64_t start = of.batch * heads.batch_stride + of.head * heads.head_stride;
-        for (int64_t r = 0; r < row_count; ++r)
-            read_row<T>(a.dtype, heads.data, start + rows[r].token * heads.token_stride, tile.row(r), dim, tile.dim);
-        return tile;
-    }
-
-    void write(const Tile<T>& tile, const Heads& heads, int64_t dim, const Lists& of) const {
-        if (tile.by_token) return;
-        const int64_t start = of.batch * heads.batch_stride + of.head * heads.head_stride;
-        for (int64_t r = 0; r < row_count; ++r)
-            write_row<T>(a.dtype, heads.data, start + rows[r].token * heads.token_stride, tile.row(r), dim);
-    }
-
-    void dots_with(const Tile<T>& tile, T factor, int which, T* scores) const {
-        dots<T>(tile, factor, input[which].data, input[which].stride, scores);
-    }
-
-    void weighted_by(const T* weights, int which, const Tile<T>& out) const {
-        weighted<T>(out, weights, input[which].data, input[which].stride);
-    }
-
-    // Called when both inputs of a head have been taken.
-    void head_is_packed(const Lists& of) { packed_head = of.index; }
-
-   private:
-    void* memory = nullptr;
-    T* buffer = nullptr;  // the tile
-    T* packed[2] = {nullptr, nullptr};
-    int64_t packed_head = -1;
 
     // Whether the rows of a head are copied before the inner loops read them: if these need another dtype or whole
     // vectors, or if each of many rows lies in a page of its own, as in timm's q, k and v.
@@ -207,7 +221,6 @@ int32_t run(const AttentionArguments& a) {
                 const int64_t last = smaller(length, token + stop - row);
                 row += last - token;
                 job.take_head(lists);
-                job.head_is_packed(lists);
                 while (token < last) {
                     int64_t slot = 0;
                     job.row_count = 0;

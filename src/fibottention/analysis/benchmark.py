@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import platform
 import statistics
 import time
@@ -168,15 +169,10 @@ def _rivals(case: Case) -> dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Te
         scores = (q @ k.mT) * HEAD_DIM**-0.5 * pattern_mask(pattern, q.device)
         return scores.softmax(-1) @ v
 
-    masks: dict[str, Tensor] = {}
-
+    @functools.cache
     def additive() -> Tensor:
-        if not masks:
-            kept = pattern_mask(pattern, torch.device(case.device))
-            masks["float"] = torch.zeros(kept.shape, dtype=case.dtype, device=case.device).masked_fill(
-                ~kept, float("-inf")
-            )
-        return masks["float"]
+        kept = pattern_mask(pattern, torch.device(case.device))
+        return torch.zeros(kept.shape, dtype=case.dtype, device=case.device).masked_fill(~kept, float("-inf"))
 
     ours: Backend = "triton" if case.device == "cuda" else "cpu"
     rivals = {
@@ -302,8 +298,7 @@ def measure_attention(
         progress: Called with the name of a rival before its first run.
     """
     # The allocator gives memory back to the system until a large block has been freed once, as in any training.
-    del_later = torch.empty(2**23 - 2**12)
-    del del_later
+    torch.empty(2**23 - 2**12)
     square = case.batch * NUM_HEADS * case.tokens**2
     with _threads(case):
         calls: dict[str, Callable[[], object]] = {"stream": _stream(case)}
@@ -323,8 +318,8 @@ def measure_attention(
                 call()
                 memory[name] = _peak_mib(call, case.device)
                 calls[name] = call
-            except (RuntimeError, MemoryError, torch.OutOfMemoryError, Exception) as error:
-                failed[name] = str(error).strip().splitlines()[0][:120] if str(error).strip() else repr(error)
+            except Exception as error:
+                failed[name] = (str(error).strip() or repr(error)).splitlines()[0][:120]
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(50):
             for name, call in calls.items():

@@ -99,7 +99,7 @@ def _relation_for_graph(pattern: str, device: torch.device) -> Tensor:
 @_relation_for_graph.register_fake
 def _(pattern: str, device: torch.device) -> Tensor:
     known = parse_for_graph(pattern)
-    return torch.empty(known.nnz * known.stored_heads // known.num_heads, dtype=torch.int64, device=device)
+    return torch.empty(known.stored_pairs, dtype=torch.int64, device=device)
 
 
 @torch.library.custom_op("fibottention::kept_of_union", mutates_args=())
@@ -124,5 +124,4 @@ def _(pattern: str, device: torch.device) -> Tensor:
 @_indices_for_graph.register_fake
 def _(pattern: str, device: torch.device) -> Tensor:
     known = parse_for_graph(pattern)
-    pairs = known.nnz * known.stored_heads // known.num_heads
-    return torch.empty((3, pairs), dtype=torch.int64, device=device)
+    return torch.empty((3, known.stored_pairs), dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
 """Sparse attention by the compiled CPU kernel: one pass over the kept pairs, forward and backward.
 
 The forward pass saves the probabilities, one number per kept pair; the backward pass needs no more than these and q, k
-and v. Memory is O(tokens) plus one to three numbers per pair.
+and v. Memory is O(tokens) plus a few numbers per pair.
 
 Plain tensors in eager mode go straight to the kernel. All else (torch.compile, export, dispatch modes, functorch) sees
 one registered operator and its derivative.
@@ -16,7 +16,7 @@ from fibottention.ops.arguments import AttentionCall
 from fibottention.ops.constants import parse_for_graph
 from fibottention.ops.eager import is_plain, refuse_forward_mode, refuse_second_derivative
 from fibottention.ops.kernel import kernel, missing
-from fibottention.ops.layout import contiguous_rows, new_gradient, new_heads, sum_dtype
+from fibottention.ops.layout import contiguous_rows, new_gradient, new_heads, new_pairs, sum_dtype
 from fibottention.ops.twist import Twist
 from fibottention.patterns.pattern import Pattern
 
@@ -86,24 +86,40 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     return out, (weights if options.transformed else probabilities) if call.return_weights else None
 
 
-def _pair_shape(q: Tensor, pattern: Pattern) -> tuple[int, int, int]:
-    groups = pattern.num_heads // pattern.stored_heads
-    return q.shape[0], groups, pattern.nnz // groups
-
-
 _Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]
 
 
 def _new_outputs(q: Tensor, v: Tensor, pattern: Pattern, options: _Options) -> _Outputs:
     """Output; probabilities, and weights after transform and dropout ``(B, G, pairs)``; weight of each other pair."""
-    pairs, dtype = _pair_shape(q, pattern), sum_dtype(q)
     return (
         new_heads(q, v.shape[3]),
-        q.new_empty(pairs, dtype=dtype) if options.save else None,
-        q.new_empty(pairs, dtype=dtype) if options.return_weights and options.transformed else None,
-        q.new_empty(q.shape[:3], dtype=dtype) if options.zero_fill else None,
+        new_pairs(q, pattern) if options.save else None,
+        new_pairs(q, pattern) if options.return_weights and options.transformed else None,
+        q.new_empty(q.shape[:3], dtype=sum_dtype(q)) if options.zero_fill else None,
     )
+
+
+def _common_fields(
+    options: _Options, twist_scale: Tensor | None, seed: Tensor | None, rest: Tensor | None, v: Tensor
+) -> dict[str, Any]:
+    """The fields of a call that the two passes share."""
+    return {
+        "scale": options.scale,
+        "zero_fill": options.zero_fill,
+        "twist": _TWIST_MODES[options.twist_mode],
+        "twist_threshold": options.twist_threshold,
+        "twist_scale": twist_scale,
+        "dropout_p": options.dropout_p,
+        "seed": None if seed is None else int(seed),
+        "rest": rest,
+        "value_sums": _token_sums(rest, v),
+    }
+
+
+def _token_sums(rest: Tensor | None, v: Tensor) -> Tensor | None:
+    """Scratch ``(B, H, Dv)`` for sums over the tokens, needed where pairs outside the pattern have weight."""
+    return None if rest is None else rest.new_empty(*v.shape[:2], v.shape[3])
 
 
 def _forward(
@@ -121,21 +137,12 @@ def _forward(
     out, probabilities, weights, rest = outputs
     if not out.numel():
         return outputs
-    values = {
+    values = _common_fields(options, twist_scale, seed, rest, v) | {
         "out": out,
-        "scale": options.scale,
         "bias": None if bias is None else bias.contiguous(),
         "bias_batch": 0 if bias is None or bias.ndim == 2 else bias.shape[0],
-        "zero_fill": options.zero_fill,
-        "twist": _TWIST_MODES[options.twist_mode],
-        "twist_threshold": options.twist_threshold,
-        "twist_scale": twist_scale,
-        "dropout_p": options.dropout_p,
-        "seed": None if seed is None else int(seed),
         "probabilities": probabilities,
         "weights": weights,
-        "rest": rest,
-        "value_sums": None if rest is None else rest.new_empty(*v.shape[:2], v.shape[3]),
     }
     kernel().forward(pattern, q, k, v, values)
     return outputs
@@ -173,25 +180,16 @@ def _backward(
     grad_q, grad_k, grad_v, grad_scores, grad_twist = gradients
     if not grad_out.numel():
         return gradients
-    values = {
-        "scale": options.scale,
-        "zero_fill": options.zero_fill,
-        "twist": _TWIST_MODES[options.twist_mode],
-        "twist_threshold": options.twist_threshold,
-        "twist_scale": twist_scale,
-        "dropout_p": options.dropout_p,
-        "seed": None if seed is None else int(seed),
+    values = _common_fields(options, twist_scale, seed, rest, v) | {
         "probabilities": probabilities,
         "weights": _weights_to_make(probabilities, options, needed[2]),
-        "rest": rest,
-        "value_sums": None if rest is None else rest.new_empty(*v.shape[:2], v.shape[3]),
         "grad_out": grad_out,
         "grad_q": grad_q,
         "grad_k": grad_k,
         "grad_v": grad_v,
         "grad_weights": None if grad_weights is None else grad_weights.contiguous(),
         "grad_scores": grad_scores,
-        "grad_sums": None if rest is None else rest.new_empty(*v.shape[:2], v.shape[3]),
+        "grad_sums": _token_sums(rest, v),
         "grad_twist_scale": grad_twist,
     }
     kernel().backward(pattern, q, k, v, values)

@@ -61,7 +61,7 @@ class PatternTables:
             row_counts, column_counts = self._add_offsets(arrays, pattern.offsets, tokens)
         else:
             assert pattern.row_form is not None
-            row_counts, column_counts = self._add_rows(arrays, pattern.row_form, heads, tokens)
+            row_counts, column_counts = self._add_rows(arrays, pattern.row_form, tokens)
         if pattern.relation is not None:
             arrays["relation"] = pattern.relation
         self.arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -70,7 +70,7 @@ class PatternTables:
             stored_heads=heads,
             tokens=tokens,
             prefix=pattern.prefix_tokens,
-            pairs=pattern.nnz * heads // pattern.num_heads,
+            pairs=pattern.stored_pairs,
             longest_row=length if pattern.prefix_tokens else int(row_counts.max()),
             longest_column=length if pattern.prefix_tokens else int(column_counts.max()),
             buckets=pattern.num_buckets,
@@ -98,19 +98,15 @@ class PatternTables:
         return row_counts, column_counts
 
     @staticmethod
-    def _add_rows(arrays: dict[str, Any], rows: SparseRows, heads: int, tokens: int) -> tuple[Int64Array, Int64Array]:
+    def _add_rows(arrays: dict[str, Any], rows: SparseRows, tokens: int) -> tuple[Int64Array, Int64Array]:
         """Add the arrays of the row form; return the pairs of each row and column."""
-        row_counts = np.diff(rows.starts)
-        row = np.repeat(np.arange(heads * tokens), row_counts)
-        column = row // tokens * tokens + rows.indices
-        order = np.argsort(column, kind="stable")
-        column_counts = np.bincount(column, minlength=heads * tokens)
+        columns = rows.transposed(tokens)
         arrays["row_starts"] = rows.starts
         arrays["row_keys"] = rows.indices.astype(np.int32)
-        arrays["column_starts"] = np.concatenate([[0], np.cumsum(column_counts)]).astype(np.int64)
-        arrays["column_queries"] = (row[order] % tokens).astype(np.int32)
-        arrays["column_pairs"] = order.astype(np.int64)
-        return row_counts, column_counts
+        arrays["column_starts"] = columns.starts
+        arrays["column_queries"] = columns.indices.astype(np.int32)
+        arrays["column_pairs"] = columns.pairs
+        return np.diff(rows.starts), np.diff(columns.starts)
 
 
 class Kernel:

@@ -1,9 +1,11 @@
-"""Dtypes and memory layouts that the kernels share."""
+"""Dtypes and memory layouts that the backends share."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["contiguous_rows", "new_gradient", "new_heads", "sum_dtype"]
+from fibottention.patterns.pattern import Pattern
+
+__all__ = ["contiguous_rows", "new_gradient", "new_heads", "new_pairs", "sum_dtype"]
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
@@ -25,3 +27,9 @@ def new_heads(x: Tensor, dim: int) -> Tensor:
 def new_gradient(x: Tensor) -> Tensor:
     """An uninitialized gradient of q, k or v."""
     return torch.empty_like(x) if x.is_contiguous() else new_heads(x, x.shape[-1])
+
+
+def new_pairs(x: Tensor, pattern: Pattern) -> Tensor:
+    """Uninitialized numbers ``(B, G, pairs)`` in the dtype of sums, one for each kept pair of ``(B, H, T, D)``."""
+    groups = pattern.num_heads // pattern.stored_heads
+    return x.new_empty((x.shape[0], groups, pattern.stored_pairs), dtype=sum_dtype(x))

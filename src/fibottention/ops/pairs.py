@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fibottention.ops.constants import cached_on_device, parse_for_graph
 from fibottention.ops.eager import full_precision
+from fibottention.ops.layout import new_pairs, sum_dtype
 from fibottention.patterns.pattern import Pattern, SparseRows
 
 __all__ = ["pair_dot", "pair_softmax", "pair_sum", "pair_sum_transposed", "row_blocks"]
@@ -77,18 +78,6 @@ def _flat(x: Tensor, pattern: Pattern) -> Tensor:
     return x.reshape(batch * heads // pattern.stored_heads, pattern.stored_heads * length, dim)
 
 
-def _groups(pattern: Pattern) -> int:
-    return pattern.num_heads // pattern.stored_heads
-
-
-def _num_pairs(pattern: Pattern) -> int:
-    return pattern.nnz // _groups(pattern)
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _take(x: Tensor, rows: Tensor) -> Tensor:
     taken = x.index_select(1, rows.reshape(-1))
     return taken.view(x.shape[0], *rows.shape, *x.shape[2:])
@@ -102,16 +91,17 @@ def pair_dot(a: Tensor, b: Tensor, pattern: str) -> Tensor:
     Half precision is accumulated and returned in float32.
     """
     known = Pattern.parse(pattern)
-    dtype = _accumulation_dtype(a.dtype)
+    dtype = sum_dtype(a)
     left, right = _flat(a, known), _flat(b, known)
-    out = a.new_empty(left.shape[0], _num_pairs(known), dtype=dtype)
+    out = new_pairs(a, known)
+    flat = out.view(left.shape[0], -1)
     for block in row_blocks(known, a.device):
         for chunk in _chunks(block, left.shape[0] * a.shape[-1]):
             query = _take(left, chunk.rows).to(dtype)
             key = _take(right, chunk.others).to(dtype)
             dots = torch.matmul(key, query.unsqueeze(-1))
-            out.index_copy_(1, chunk.pairs.reshape(-1), dots.view(left.shape[0], -1))
-    return out.view(a.shape[0], _groups(known), out.shape[-1])
+            flat.index_copy_(1, chunk.pairs.reshape(-1), dots.view(left.shape[0], -1))
+    return out
 
 
 @torch.library.custom_op("fibottention::pair_sum", mutates_args=())
@@ -199,8 +189,7 @@ def pair_softmax_backward(
 
 @pair_dot.register_fake
 def _(a: Tensor, b: Tensor, pattern: str) -> Tensor:
-    known = parse_for_graph(pattern)
-    return a.new_empty(a.shape[0], _groups(known), _num_pairs(known), dtype=_accumulation_dtype(a.dtype))
+    return new_pairs(a, parse_for_graph(pattern))
 
 
 def _like_x(weights: Tensor, x: Tensor, pattern: str) -> Tensor:

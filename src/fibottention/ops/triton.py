@@ -15,7 +15,7 @@ from fibottention.ops.arguments import AttentionCall
 from fibottention.ops.constants import cached_on_device, parse_for_graph
 from fibottention.ops.eager import full_precision, is_plain, refuse_forward_mode, refuse_second_derivative
 from fibottention.ops.kernel import tables
-from fibottention.ops.layout import contiguous_rows, new_gradient, new_heads, sum_dtype
+from fibottention.ops.layout import contiguous_rows, new_gradient, new_heads, new_pairs, sum_dtype
 from fibottention.patterns.pattern import Pattern
 
 __all__ = ["attention", "attention_backward_operator", "attention_operator", "unsupported"]
@@ -106,9 +106,15 @@ def _settings(q: Tensor, v: Tensor, pattern: Pattern, bias: Tensor | None, scale
 
 
 def _sizes(pattern: Pattern, bias: Tensor | None) -> tuple[int, ...]:
-    pairs = pattern.nnz * pattern.stored_heads // pattern.num_heads
     images = 1 if bias is None else bias.shape[0]
-    return pattern.num_heads, pattern.stored_heads, pattern.num_tokens, pattern.prefix_tokens, pairs, images
+    return (
+        pattern.num_heads,
+        pattern.stored_heads,
+        pattern.num_tokens,
+        pattern.prefix_tokens,
+        pattern.stored_pairs,
+        images,
+    )
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -136,11 +142,16 @@ def _prefix_pairs(pattern: Pattern, device: torch.device) -> tuple[Tensor, Tenso
     return cached_on_device(pattern, "prefix_pairs", device, make)
 
 
-def _bias_of(bias: Tensor, numbers: Tensor, q: Tensor) -> Tensor:
-    """The bias ``(B, H, ...)`` of the pairs with these numbers."""
-    flat = bias[:, :, numbers]  # (images, G, S, ...), where one of G and S is all heads and the other is 1
-    by_head = flat.flatten(1, 2)
-    return by_head.repeat(q.shape[0] // bias.shape[0], *[1] * (by_head.ndim - 1))
+def _prefix_scores(q: Tensor, k: Tensor, bias: Tensor | None, pattern: Pattern, scale: float, of_keys: bool) -> Tensor:
+    """Scores of the prefix queries ``(B, H, P, T)``, or of all queries with the prefix keys ``(B, H, T, P)``."""
+    prefix, dtype = pattern.prefix_tokens, sum_dtype(q)
+    left, right = (q, k[:, :, :prefix]) if of_keys else (q[:, :, :prefix], k)
+    scores = left.to(dtype) @ right.to(dtype).mT * scale
+    if bias is None:
+        return scores
+    # (images, G, S, ...), where one of G and S is all heads and the other is 1.
+    by_head = bias[:, :, _prefix_pairs(pattern, q.device)[of_keys]].flatten(1, 2)
+    return scores + by_head.repeat(q.shape[0] // bias.shape[0], 1, 1, 1)
 
 
 @full_precision
@@ -172,9 +183,7 @@ def _forward(
             ZERO_FILL=zero_fill,
         )
     if prefix:
-        scores = q[:, :, :prefix].to(dtype) @ k.to(dtype).mT * scale
-        if bias is not None:
-            scores = scores + _bias_of(bias, _prefix_pairs(pattern, q.device)[0], q)
+        scores = _prefix_scores(q, k, bias, pattern, scale, of_keys=False)
         total = scores.logsumexp(-1)
         dead = total.isneginf()
         lse[:, :, :prefix] = total.masked_fill(dead, float("inf"))
@@ -207,17 +216,18 @@ def _backward(
     bias = None if bias is None else bias.contiguous()
     exact = grad_out.to(dtype)
     delta = (exact * out.to(dtype)).sum(-1)
-    # With zero fill each pair outside the pattern has weight exp(-lse); a prefix query has none.
-    rest = (-lse).exp()
-    rest[:, :, :prefix] = 0
+    rest, sums = None, lse
     if zero_fill:
+        # Each pair outside the pattern has weight exp(-lse); a prefix query has none.
+        rest = (-lse).exp()
+        rest[:, :, :prefix] = 0
         rest[:, :, prefix:].masked_fill_(~_incomplete(pattern, q.device), 0)
-    sums = torch.einsum("bht,bhtd->bhd", rest, exact) if zero_fill else lse
+        sums = torch.einsum("bht,bhtd->bhd", rest, exact)
     options = _settings(q, v, pattern, bias, scale)
     programs = _programs(q, pattern, options["BLOCK"])
     place = _tables(pattern, q.device)
     some_bias = lse if bias is None else bias
-    scratch = grad_scores if need_bias or bias is None else _new_scores(q, pattern)
+    scratch = grad_scores if need_bias or bias is None else new_pairs(q, pattern)
     with torch.cuda.device_of(q):
         _launch(
             triton_kernels.attention_backward_rows,
@@ -241,7 +251,7 @@ def _backward(
         )
     if prefix:
         _prefix_gradients(
-            (q, k, v, exact, bias, lse, delta, rest if zero_fill else None, sums),
+            (q, k, v, exact, bias, lse, delta, rest, sums),
             (grad_q, grad_k, grad_v, grad_scores if need_bias else None),
             pattern,
             scale,
@@ -264,9 +274,7 @@ def _prefix_gradients(inputs: tuple[Any, ...], gradients: tuple[Any, ...], patte
     q, k, v, grad_out, bias, lse, delta, rest, sums = inputs
     grad_q, grad_k, grad_v, grad_scores = gradients
     dtype, prefix = lse.dtype, pattern.prefix_tokens
-    scores = q[:, :, :prefix].to(dtype) @ k.to(dtype).mT * scale
-    if bias is not None:
-        scores = scores + _bias_of(bias, _prefix_pairs(pattern, q.device)[0], q)
+    scores = _prefix_scores(q, k, bias, pattern, scale, of_keys=False)
     weights = (scores - lse[:, :, :prefix, None]).exp()
     change = weights * (grad_out[:, :, :prefix] @ v.to(dtype).mT - delta[:, :, :prefix, None])
     grad_q[:, :, :prefix] = (change @ k.to(dtype) * scale).to(q.dtype)
@@ -274,9 +282,7 @@ def _prefix_gradients(inputs: tuple[Any, ...], gradients: tuple[Any, ...], patte
         # (B, H, P, T) to (B, G, S, P, T), where one of G and S is all heads and the other is 1.
         by_block = change.unflatten(1, (grad_scores.shape[1], pattern.stored_heads))
         grad_scores[:, :, _prefix_pairs(pattern, q.device)[0]] = by_block
-    scores = q.to(dtype) @ k[:, :, :prefix].to(dtype).mT * scale
-    if bias is not None:
-        scores = scores + _bias_of(bias, _prefix_pairs(pattern, q.device)[1], q)
+    scores = _prefix_scores(q, k, bias, pattern, scale, of_keys=True)
     weights = (scores - lse[..., None]).exp()
     change = weights * (grad_out @ v[:, :, :prefix].to(dtype).mT - delta[..., None])
     grad_k[:, :, :prefix] = (change.mT @ q.to(dtype) * scale).to(k.dtype)
@@ -286,16 +292,11 @@ def _prefix_gradients(inputs: tuple[Any, ...], gradients: tuple[Any, ...], patte
         grad_v[:, :, :prefix] = ((weights - rest[..., None]).mT @ grad_out + sums[:, :, None]).to(v.dtype)
 
 
-def _new_scores(q: Tensor, pattern: Pattern) -> Tensor:
-    groups = pattern.num_heads // pattern.stored_heads
-    return q.new_empty(q.shape[0], groups, pattern.nnz // groups, dtype=sum_dtype(q))
-
-
 def _new_gradients(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, need_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grads = [new_gradient(x) for x in (q, k, v)]
-    return grads[0], grads[1], grads[2], _new_scores(q, pattern) if need_bias else q.new_empty(0, dtype=sum_dtype(q))
+    return grads[0], grads[1], grads[2], new_pairs(q, pattern) if need_bias else q.new_empty(0, dtype=sum_dtype(q))
 
 
 @torch.library.custom_op("fibottention::triton_attention", mutates_args=())

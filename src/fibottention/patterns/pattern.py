@@ -35,6 +35,15 @@ class SparseRows:
     indices: Int64Array
     pairs: Int64Array | None = None
 
+    def transposed(self, length: int) -> "SparseRows":
+        """The columns, for rows and columns that are numbered by head and token, ``length`` tokens each."""
+        row_of_entry = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        column = row_of_entry // length * length + self.indices
+        order = np.argsort(column, kind="stable").astype(np.int64)
+        counts = np.bincount(column, minlength=len(self.starts) - 1)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        return SparseRows(starts, row_of_entry[order] % length, order)
+
 
 def _runs(values: Sequence[int]) -> str:
     """Write sorted integers as ``1 2 5..9``."""
@@ -374,6 +383,11 @@ class Pattern:
         return sum(self.patch_counts) + self.num_heads * prefix_pairs
 
     @property
+    def stored_pairs(self) -> int:
+        """Number of kept pairs of the stored heads, prefix tokens included."""
+        return self.nnz * self.stored_heads // self.num_heads
+
+    @property
     def is_dense(self) -> bool:
         """Whether every pair is kept."""
         return self.nnz == self.num_heads * self.sequence_length**2
@@ -425,13 +439,7 @@ class Pattern:
     @cached_property
     def columns(self) -> SparseRows:
         """Queries of each key: the transposed `rows`, with the position of each entry in the row-major order."""
-        rows, length = self.rows, self.sequence_length
-        row_of_entry = np.repeat(np.arange(len(rows.starts) - 1), np.diff(rows.starts))
-        column = row_of_entry // length * length + rows.indices
-        order = np.argsort(column, kind="stable")
-        counts = np.bincount(column, minlength=self.stored_heads * length)
-        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        return SparseRows(starts, row_of_entry[order] % length, order)
+        return self.rows.transposed(self.sequence_length)
 
     def _patch_rows(self) -> tuple[Int64Array, Int64Array]:
         """Number of keys of each patch query, and the keys, without the prefix tokens."""
