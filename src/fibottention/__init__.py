@@ -7,7 +7,7 @@ from typing import Any as _Any
 
 from fibottention import layers, patterns, sequences
 from fibottention.layers import SparseAttention
-from fibottention.ops import BackendChoice, Twist, explain_backend, sparse_attention
+from fibottention.ops import BackendChoice, Twist, explain_backend, na1d, na2d, na3d, sparse_attention
 from fibottention.patterns import Pattern
 from fibottention.specs import (
     AttentionSpec,
@@ -45,6 +45,9 @@ __all__ = [
     "explain_backend",
     "layers",
     "make_spec",
+    "na1d",
+    "na2d",
+    "na3d",
     "patterns",
     "sequences",
     "sparse_attention",

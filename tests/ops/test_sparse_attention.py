@@ -142,6 +142,30 @@ def test_bias_from_a_table_by_relation(backend, prefix, per_head):
         torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("backend", ["reference", "gather", "sdpa", "cpu", "triton"])
+@pytest.mark.parametrize("name", ["wythoff_cls", "shared_rows", "random"])
+@pytest.mark.parametrize(("images", "one_group"), [(1, False), (2, True), (4, False)])
+def test_bias_by_pair_equals_the_dense_bias(backend, name, images, one_group):
+    pattern = PATTERNS[name]
+    q, k, v, grad = inputs(pattern, batch=4)
+    groups = pattern.num_heads // pattern.stored_heads
+    by_pair = torch.randn(images, 1 if one_group else groups, pattern.stored_pairs, dtype=torch.float64)
+    by_pair.requires_grad_()
+    head, query, key = pattern.pairs()
+    dense = torch.zeros(images, pattern.num_heads, *[pattern.sequence_length] * 2, dtype=torch.float64)
+    if pattern.stored_heads == 1:
+        dense[:, :, query, key] = by_pair.expand(-1, groups, -1)
+    else:
+        dense[:, head, query, key] = by_pair[:, 0]
+    out = sparse_attention(q, k, v, pattern, bias=by_pair, backend=backend)
+    expected = oracle(q, k, v, pattern.mask(), dense.repeat(4 // images, 1, 1, 1))
+    torch.testing.assert_close(out, expected)
+    leaves = (q, k, v, by_pair)
+    torch.testing.assert_close(
+        torch.autograd.grad((out * grad).sum(), leaves), torch.autograd.grad((expected * grad).sum(), leaves)
+    )
+
+
 def test_infinity_fill_equals_masked_sdpa():
     pattern = PATTERNS["modified_2_prefix"]
     q, k, v, grad = inputs(pattern)
@@ -395,6 +419,7 @@ def test_auto_explains_its_choice():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        ({"bias": torch.zeros(1, 4, 7)}, ValueError, "bias must be of shape .* pairs="),
         ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
         ({"q": torch.zeros(2, 4, 37)}, ValueError, r"q must be of shape \(B, H, N, D\), got \(2, 4, 37\)"),
         ({"k": torch.zeros(2, 4, 36, 6)}, ValueError, "k must have the shape of q"),

@@ -11,7 +11,7 @@ from fibottention.ops.constants import pair_indices, pair_relation
 from fibottention.ops.twist import Twist
 from fibottention.patterns.pattern import Pattern
 
-__all__ = ["AttentionCall", "WeightTransform"]
+__all__ = ["AttentionCall", "WeightTransform", "check_arguments", "table_by_pair"]
 
 WeightTransform = Callable[[Tensor], Tensor]
 """Maps attention weights ``(..., keys)`` row by row; zeros must stay zeros and must not change the other weights."""
@@ -34,35 +34,33 @@ class AttentionCall:
 
     def dense_bias(self) -> Tensor | None:
         """The bias as a tensor that broadcasts to ``(B, H, T, T)``."""
-        if self.bias is None or self.bias.ndim == 2:
-            pairs = self.pair_bias()
-            if pairs is None:
-                return None
-            head, query, key = pair_indices(self.pattern, pairs.device)
-            length, heads = self.pattern.sequence_length, self.pattern.num_heads
-            dense = pairs.new_zeros(1, heads, length, length)
-            if self.pattern.stored_heads == 1:
-                every = torch.arange(heads, device=pairs.device)[:, None]
-                return dense.index_put((torch.zeros_like(every), every, query, key), pairs[0])
-            return dense.index_put((torch.zeros_like(head), head, query, key), pairs[0, 0])
-        return self._over_batch(self.bias)
+        if self.bias is not None and self.bias.ndim == 4:
+            return self._over_batch(self.bias)
+        pairs = self.pair_bias()
+        if pairs is None:
+            return None
+        head, query, key = pair_indices(self.pattern, pairs.device)
+        length, heads = self.pattern.sequence_length, self.pattern.num_heads
+        dense = pairs.new_zeros(len(pairs), heads, length, length)
+        image = torch.arange(len(pairs), device=pairs.device)[:, None]
+        if self.pattern.stored_heads == 1:
+            every = torch.arange(heads, device=pairs.device)[:, None]
+            return dense.index_put((image[..., None], every, query, key), pairs)
+        return dense.index_put((image, head, query, key), pairs[:, 0])
 
     def pair_bias(self) -> Tensor | None:
         """The bias of each kept pair, ``(1 or B, G, pairs)``."""
         bias = self.kernel_bias()
-        if bias is None or bias.ndim == 3:
-            return None if bias is None else self._over_batch(bias)
-        with_zero = torch.cat([bias, bias.new_zeros(bias.shape[0], 1)], 1)
-        bucket = pair_relation(self.pattern, bias.device)
-        if self.pattern.stored_heads == 1:
-            return with_zero[:, bucket].unsqueeze(0)
-        head, _, _ = pair_indices(self.pattern, bias.device)
-        return with_zero[head, bucket][None, None]
+        if bias is None:
+            return None
+        return self._over_batch(bias) if bias.ndim == 3 else table_by_pair(bias, self.pattern)
 
     def kernel_bias(self) -> Tensor | None:
-        """The bias as stored: by pair ``(images, G, pairs)`` for a dense one, or the table ``(H, buckets)``."""
+        """The bias by pair ``(images, G, pairs)``, or the table ``(H, buckets)``."""
         if self.bias is None or self.bias.ndim == 2:
             return self.bias
+        if self.bias.ndim == 3:
+            return self.bias.expand(-1, self.pattern.num_heads // self.pattern.stored_heads, -1)
         return self.pattern_weights(self.bias)
 
     def _over_batch(self, bias: Tensor) -> Tensor:
@@ -83,6 +81,16 @@ class AttentionCall:
         if self.pattern.stored_heads == 1:
             return dense[:, :, query, key]
         return dense[:, head, query, key].unsqueeze(1)
+
+
+def table_by_pair(table: Tensor, pattern: Pattern) -> Tensor:
+    """The entries of a table ``(H, buckets)`` of relative biases for each kept pair, ``(1, G, pairs)``."""
+    with_zero = torch.cat([table, table.new_zeros(table.shape[0], 1)], 1)
+    bucket = pair_relation(pattern, table.device)
+    if pattern.stored_heads == 1:
+        return with_zero[:, bucket].unsqueeze(0)
+    head, _, _ = pair_indices(pattern, table.device)
+    return with_zero[head, bucket][None, None]
 
 
 def check_arguments(
@@ -143,9 +151,20 @@ def check_arguments(
                 f"bias must be of shape (H, buckets) = {(pattern.num_heads, pattern.num_buckets)}, "
                 f"got {tuple(bias.shape)}"
             )
+    elif bias is not None and bias.ndim == 3:
+        groups = pattern.num_heads // pattern.stored_heads
+        if bias.shape[1] not in (1, groups) or bias.shape[2] != pattern.stored_pairs:
+            raise ValueError(
+                f"bias must be of shape (1 or B, 1 or {groups}, pairs={pattern.stored_pairs}), got {tuple(bias.shape)}"
+            )
+        _check_batch(bias, q)
     elif bias is not None:
         wanted = (q.shape[0], q.shape[1], q.shape[2], q.shape[2])
         if bias.ndim != 4 or bias.shape[1] not in (1, wanted[1]) or tuple(bias.shape[2:]) != wanted[2:]:
             raise ValueError(f"bias must be of shape (1 or B, 1 or H, N, N) for {wanted}, got {tuple(bias.shape)}")
-        if not bias.shape[0] or wanted[0] % bias.shape[0]:
-            raise ValueError(f"the batch of bias must divide the batch of q ({wanted[0]}), got {bias.shape[0]}")
+        _check_batch(bias, q)
+
+
+def _check_batch(bias: Tensor, q: Tensor) -> None:
+    if not bias.shape[0] or q.shape[0] % bias.shape[0]:
+        raise ValueError(f"the batch of bias must divide the batch of q ({q.shape[0]}), got {bias.shape[0]}")

@@ -115,8 +115,9 @@ def sparse_attention(
         v: Values ``(B, H, N, Dv)``.
         pattern: Which pairs are kept.
         bias: Added to the scaled scores, ``(B, H, N, N)``; batch and heads may be 1. A batch that divides B is
-            repeated along it (the shift masks of Swin windows). Or, for a pattern with a relation, the table
-            ``(H, buckets)`` of a relative bias.
+            repeated along it (the shift masks of Swin windows). Or one number per kept pair, ``(B, G, pairs)`` in the
+            order of `Pattern.pairs`, G as for the returned weights, where batch and G may be 1. Or, for a pattern with
+            a relation, the table ``(H, buckets)`` of a relative bias.
         scale: Factor of the scores; ``D ** -0.5`` if None.
         fill: What a pair outside the pattern gets: ``"-inf"`` weight 0, the paper's intent; ``"zero"`` logit 0, as in
             the released Fibottention code.
