@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 from fibottention import layers, patterns, sequences
-from fibottention.layers import SparseAttention
+from fibottention.layers import (
+    NeighborhoodAttention1D,
+    NeighborhoodAttention2D,
+    NeighborhoodAttention3D,
+    SparseAttention,
+)
 from fibottention.ops import BackendChoice, Twist, explain_backend, na1d, na2d, na3d, sparse_attention
 from fibottention.patterns import Pattern
 from fibottention.specs import (
@@ -36,6 +41,9 @@ __all__ = [
     "Exponential",
     "Fibottention",
     "Longformer",
+    "NeighborhoodAttention1D",
+    "NeighborhoodAttention2D",
+    "NeighborhoodAttention3D",
     "Pattern",
     "RandomPairs",
     "SlidingWindow",

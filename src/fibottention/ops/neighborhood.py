@@ -15,7 +15,15 @@ from fibottention.ops.gather import attention_and_log_sum
 from fibottention.patterns.neighborhood import neighborhood, per_axis
 from fibottention.patterns.pattern import Pattern
 
-__all__ = ["NeighborhoodBackend", "na1d", "na2d", "na3d", "neighborhood_attention", "neighborhood_pattern"]
+__all__ = [
+    "NeighborhoodBackend",
+    "Window",
+    "na1d",
+    "na2d",
+    "na3d",
+    "neighborhood_attention",
+    "neighborhood_pattern",
+]
 
 NeighborhoodBackend = Literal["auto", "natten", "reference", "gather", "sdpa", "cpu", "triton"]
 
@@ -23,7 +31,7 @@ PerAxis = int | Sequence[int]
 CausalPerAxis = bool | Sequence[bool]
 
 
-class _Window(NamedTuple):
+class Window(NamedTuple):
     """The arguments that choose the pairs, one number per axis."""
 
     kernel_size: tuple[int, ...]
@@ -31,12 +39,24 @@ class _Window(NamedTuple):
     dilation: tuple[int, ...]
     is_causal: tuple[bool, ...]
 
+    @classmethod
+    def of(
+        cls, axes: int, kernel_size: PerAxis, stride: PerAxis, dilation: PerAxis, is_causal: CausalPerAxis
+    ) -> "Window":
+        """From one number for all axes, or one per axis."""
+        return cls(
+            per_axis("kernel_size", kernel_size, axes),
+            per_axis("stride", stride, axes),
+            per_axis("dilation", dilation, axes),
+            tuple(map(bool, per_axis("is_causal", is_causal, axes))),
+        )
+
 
 _patterns: dict[tuple[Any, ...], Pattern] = {}
 
 
 def neighborhood_pattern(
-    num_heads: int, grid: tuple[int, ...], window: _Window, relation: bool, prefix_tokens: int
+    num_heads: int, grid: tuple[int, ...], window: Window, relation: bool, prefix_tokens: int
 ) -> Pattern:
     """The pattern of a call; while a graph is compiled, as one of its constants."""
     if not torch.compiler.is_compiling():
@@ -76,12 +96,7 @@ def neighborhood_attention(
     Takes the number of axes and the arguments of `na2d`, and ``dropout_p``, the dropout probability of the weights.
     """
     _check_shapes(axes, query, key, value, additional_keys, additional_values, attn_mask)
-    window = _Window(
-        per_axis("kernel_size", kernel_size, axes),
-        per_axis("stride", stride, axes),
-        per_axis("dilation", dilation, axes),
-        tuple(map(bool, per_axis("is_causal", is_causal, axes))),
-    )
+    window = Window.of(axes, kernel_size, stride, dilation, is_causal)
     _check_table(rpb, query.shape[-2], window)
     if backend not in get_args(NeighborhoodBackend):
         raise ValueError(f"backend must be one of {', '.join(get_args(NeighborhoodBackend))}, got {backend!r}")
@@ -200,7 +215,7 @@ def _check_shapes(
             )
 
 
-def _check_table(rpb: Tensor | None, heads: int, window: _Window) -> None:
+def _check_table(rpb: Tensor | None, heads: int, window: Window) -> None:
     if rpb is None:
         return
     wanted = (heads, *(2 * kernel - 1 for kernel in window.kernel_size))
@@ -240,7 +255,7 @@ def _natten(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    window: _Window,
+    window: Window,
     scale: float | None,
     additional_keys: Tensor | None,
     additional_values: Tensor | None,
