@@ -294,13 +294,14 @@ def natten(monkeypatch):
     """A stand-in that answers like natten 0.21 and remembers the call."""
     calls = []
 
-    def attend(query, key, value, **options):
+    def attend(query, key, value, *, stride, **options):
+        options["stride"] = stride
         calls.append(options)
         out = torch.full_like(value, 3.0)
         return (out, out[..., 0]) if options["return_lse"] else out
 
     module = types.ModuleType("natten")
-    module.__spec__ = types.SimpleNamespace(name="natten")
+    module.__spec__ = types.SimpleNamespace(name="natten", origin="natten.py")
     module.na2d = attend
     monkeypatch.setitem(sys.modules, "natten", module)
     return calls

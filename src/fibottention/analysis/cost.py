@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fibottention.layers.neighborhood_attention import NeighborhoodAttention2D
 from fibottention.layers.pattern_attention import PatternAttention
 
 __all__ = ["whole_model_macs"]
@@ -22,7 +23,7 @@ def whole_model_macs(model: nn.Module, image_size: int, in_chans: int = 3) -> in
     """
     model = copy.deepcopy(model).eval().requires_grad_(False)
     for module in model.modules():
-        if isinstance(module, PatternAttention):
+        if isinstance(module, PatternAttention | NeighborhoodAttention2D):
             # The dense backends compute pairs that are then thrown away.
             module.backend = "gather"
     image = torch.zeros(1, in_chans, image_size, image_size, device=next(model.parameters()).device)

@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.util
+import inspect
+import types
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -52,7 +54,8 @@ class Window(NamedTuple):
         )
 
 
-_patterns: dict[tuple[Any, ...], Pattern] = {}
+# Patterns of compiled graphs, by name. A module, whose attributes torch.compile looks up one by one when it needs them.
+_for_graphs = types.ModuleType("patterns_of_graphs")
 
 
 def neighborhood_pattern(
@@ -61,16 +64,16 @@ def neighborhood_pattern(
     """The pattern of a call; while a graph is compiled, as one of its constants."""
     if not torch.compiler.is_compiling():
         return neighborhood(num_heads, grid, *window, relation=relation, prefix_tokens=prefix_tokens)
-    arguments = (num_heads, grid, *window, relation, prefix_tokens)
-    _make_for_graph(*arguments)
-    return _patterns[arguments]
+    name = "_".join(map(str, (num_heads, grid, *window, relation, prefix_tokens)))
+    _make_for_graph(name, num_heads, grid, *window, relation, prefix_tokens)
+    return getattr(_for_graphs, name)
 
 
 # torch.compile cannot trace the making of a pattern, which for its purposes is a constant.
 @torch.compiler.assume_constant_result
-def _make_for_graph(*arguments: Any) -> None:
+def _make_for_graph(name: str, *arguments: Any) -> None:
     *places, relation, prefix_tokens = arguments
-    _patterns[arguments] = neighborhood(*places, relation=relation, prefix_tokens=prefix_tokens)
+    setattr(_for_graphs, name, neighborhood(*places, relation=relation, prefix_tokens=prefix_tokens))
 
 
 def neighborhood_attention(
@@ -225,11 +228,12 @@ def _check_table(rpb: Tensor | None, heads: int, window: Window) -> None:
 
 def _natten_lacks(query: Tensor, rpb: Tensor | None, attn_mask: Tensor | None, dropout_p: float) -> str | None:
     """Why natten cannot serve a call, or None."""
-    if importlib.util.find_spec("natten") is None:
+    spec = importlib.util.find_spec("natten")
+    # A folder that happens to have the name has no origin, and fibottention.compat.natten another name.
+    if spec is None or spec.origin is None or spec.name != "natten":
         return "natten is not installed"
-    natten = importlib.import_module("natten")
-    if not hasattr(natten, "na2d"):
-        return f"natten {getattr(natten, '__version__', '')} has no na1d, na2d and na3d; 0.21 has"
+    if "stride" not in inspect.signature(importlib.import_module("natten").na2d).parameters:
+        return "natten is older than 0.20"
     if rpb is not None:
         return "it has no relative bias (rpb)"
     if attn_mask is not None:

@@ -102,7 +102,8 @@ class NeighborhoodAttention3D(_OldArguments, layers.NeighborhoodAttention3D):
 def has_natten() -> bool:
     """Whether a real natten is installed."""
     spec = sys.modules["natten"].__spec__ if "natten" in sys.modules else importlib.util.find_spec("natten")
-    return spec is not None and spec.name == "natten"
+    # A folder that happens to have the name has no loader of its own.
+    return spec is not None and spec.name == "natten" and spec.origin is not None
 
 
 def has_cuda() -> bool:

@@ -14,6 +14,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 from fibottention.adapters.timm import SparsifyReport, sparsify
 from fibottention.errors import UserError
+from fibottention.models.neighborhood_checkpoints import convert_checkpoint
+from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
 from fibottention.specs import nearest
 from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, attention_spec
 from fibottention.tasks.classification.data import ClassificationData
@@ -54,7 +56,10 @@ def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Modu
         except ValueError as error:
             raise UserError(f"attention {spec.name} in {model_config.name}: {error}") from error
     if model_config.checkpoint is not None:
-        load_into(model, load_weights(Path(model_config.checkpoint)), model_config.checkpoint, new_classifier=True)
+        weights = load_weights(Path(model_config.checkpoint))
+        if isinstance(model, NeighborhoodTransformer):
+            weights = convert_checkpoint(weights, model)
+        load_into(model, weights, model_config.checkpoint, new_classifier=True)
     return model, report
 
 
