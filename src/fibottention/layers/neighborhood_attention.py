@@ -92,9 +92,10 @@ class _NeighborhoodAttention(nn.Module):
             backend=self.backend,
             dropout_p=self.attn_drop.p if self.training else 0.0,
         )
+        out = out.flatten(-2)
         if any(missing):
             out = out[(slice(None), *(slice(n) for n in grid))]
-        return self.proj_drop(self.proj(out.flatten(-2)))
+        return self.proj_drop(self.proj(out))
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""

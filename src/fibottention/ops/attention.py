@@ -180,6 +180,8 @@ def _choose(call: AttentionCall, backend: str) -> BackendChoice:
         raise ValueError(f"backend {backend!r} cannot serve this call: {lacking}; use 'gather' or 'auto'")
     if backend != "auto":
         return BackendChoice(backend, "asked for by name")
+    if torch.onnx.is_in_onnx_export():
+        return BackendChoice("gather", "ONNX knows no other form")
     density, no_sdpa = call.pattern.density(), sdpa.unsupported(call)
     sparse, crossover = _sparse_backend(call)
     if density < crossover:

@@ -17,6 +17,11 @@ Made = TypeVar("Made")
 _kept_for_graphs: dict[str, Pattern] = {}
 
 
+def _in_graph() -> bool:
+    """Whether constants must be operators of a graph that is being made. ONNX has no such operators."""
+    return torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export()
+
+
 def parse_for_graph(pattern: str) -> Pattern:
     """The pattern of a text form, kept alive from now on."""
     return _kept_for_graphs.setdefault(pattern, Pattern.parse(pattern))
@@ -24,21 +29,21 @@ def parse_for_graph(pattern: str) -> Pattern:
 
 def pattern_mask(pattern: Pattern, device: torch.device) -> Tensor:
     """The boolean mask ``(H, T, T)`` on a device."""
-    if torch.compiler.is_compiling():
+    if _in_graph():
         return _mask_for_graph(pattern.key, device)
     return cached_on_device(pattern, "mask", device, pattern.mask)
 
 
 def pair_indices(pattern: Pattern, device: torch.device) -> Tensor:
     """Stored head, query and key of each kept pair, ``(3, pairs)``, on a device."""
-    if torch.compiler.is_compiling():
+    if _in_graph():
         return _indices_for_graph(pattern.key, device)
     return cached_on_device(pattern, "pairs", device, lambda device: torch.stack(pattern.pairs()).to(device))
 
 
 def pair_relation(pattern: Pattern, device: torch.device) -> Tensor:
     """Bucket of each kept pair, ``(pairs,)``, on a device; ``num_buckets`` for the pairs of prefix tokens."""
-    if torch.compiler.is_compiling():
+    if _in_graph():
         return _relation_for_graph(pattern.key, device)
 
     def make(device: torch.device) -> Tensor:
@@ -54,7 +59,7 @@ def pair_relation(pattern: Pattern, device: torch.device) -> Tensor:
 
 def kept_of_union(pattern: Pattern, device: torch.device) -> Tensor:
     """Which pairs of ``pattern.union()`` each head keeps, ``(H, pairs)``, on a device."""
-    if torch.compiler.is_compiling():
+    if _in_graph():
         return _kept_for_graph(pattern.key, device)
 
     def make(device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fibottention.ops import export
 from fibottention.ops.arguments import AttentionCall, WeightTransform
 from fibottention.ops.constants import cached_on_device, pair_indices
 from fibottention.ops.eager import refuse_forward_mode
@@ -14,6 +15,8 @@ __all__ = ["apply_weights", "attention", "attention_and_log_sum", "transform_wei
 
 def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Attention over just the kept pairs, and the kept weights if asked for."""
+    if torch.onnx.is_in_onnx_export():
+        return export.attention(call), None
     pattern = call.pattern
     weights, outside = pair_softmax(_scores(call), pattern.key, call.zero_fill)
     if call.transform is not None:
