@@ -4,11 +4,11 @@ import random
 import pytest
 
 import fibottention
-from fibottention import AttentionSpec, Dense, Fibottention, Longformer, make_spec, patterns, spec_names
+from fibottention import AttentionSpec, Dense, Fibottention, Longformer, Neighborhood, make_spec, patterns, spec_names
 from fibottention.specs import nearest
 
 EXPECTED = {
-    "bigbird", "dense", "dilated_window", "exponential", "fibottention", "longformer", "random_pairs",
+    "bigbird", "dense", "dilated_window", "exponential", "fibottention", "longformer", "neighborhood", "random_pairs",
     "sliding_window", "sparse_transformer",
 }  # fmt: skip
 
@@ -26,7 +26,7 @@ def test_every_spec_round_trips_and_builds(name):
     spec = make_spec(name)
     assert make_spec(spec.to_dict()) == spec
     assert hash(spec) == hash(make_spec(name))
-    for heads, tokens, prefix in ((12, 196, 1), (3, 49, 0), (1, 4, 2)):
+    for heads, tokens, prefix in ((12, 196, 1), (3, 49, 0), *([] if name == "neighborhood" else [(1, 4, 2)])):
         pattern = spec.pattern(heads, tokens, prefix_tokens=prefix, layer=5)
         assert (pattern.num_heads, pattern.num_tokens, pattern.prefix_tokens) == (heads, tokens, prefix)
         assert pattern.mask().any(-1).all()
@@ -78,6 +78,10 @@ def test_names_are_forgiving_about_case_and_dashes():
         (lambda: Fibottention(fill="one"), "fill must be '-inf' or 'zero', got 'one'"),
         (lambda: Fibottention(w_min=9, w_max=5), "w_min <= w_max, got 9 and 5"),
         (lambda: make_spec("random_pairs", density="x"), "density must be a number, got 'x'"),
+        (lambda: Neighborhood(dilation=[1, 2.5]), "dilation must be a whole number or a list of whole numbers, got"),
+        (lambda: Neighborhood(dilation=()), r"kernel_size and dilation must be at least 1, got 7 and \(\)"),
+        (lambda: Neighborhood(0), "kernel_size and dilation must be at least 1, got 0 and 1"),
+        (lambda: Neighborhood().pattern(2, 50), "grid_size must be given for 50 tokens, which are no square"),
     ],
 )
 def test_bad_specs_are_named(call, message):
@@ -85,12 +89,21 @@ def test_bad_specs_are_named(call, message):
         call()
 
 
+def test_neighborhoods_take_their_dilations_in_turn_and_read_lists():
+    spec = make_spec({"name": "neighborhood", "kernel_size": 3, "dilation": [1, 2]})
+    assert spec == Neighborhood(3, (1, 2))
+    assert spec.to_dict() == {"name": "neighborhood", "kernel_size": 3, "dilation": [1, 2], "rel_pos_bias": False}
+    layers = [spec.pattern(2, 48, grid_size=(6, 8), layer=layer) for layer in range(3)]
+    assert layers == [patterns.neighborhood(2, (6, 8), 3, dilation=d) for d in (1, 2, 1)]
+    assert Neighborhood(3, rel_pos_bias=True).pattern(2, 36).num_buckets == 25
+
+
 def test_a_new_spec_is_known_by_name():
     @dataclasses.dataclass(frozen=True)
     class Diagonal(AttentionSpec):
         name = "test_diagonal"
 
-        def pattern(self, num_heads, num_tokens, *, prefix_tokens=0, layer=0):
+        def pattern(self, num_heads, num_tokens, *, prefix_tokens=0, layer=0, grid_size=None):
             return patterns.sliding_window(num_heads, num_tokens, 0, prefix_tokens=prefix_tokens)
 
     assert make_spec("test_diagonal").pattern(2, 5).nnz == 10

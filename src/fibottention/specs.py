@@ -5,6 +5,7 @@ A spec builds the pattern of a layer from its number of heads and tokens. Specs 
 """
 
 import difflib
+import math
 import random as python_random
 import types
 from collections.abc import Mapping
@@ -24,13 +25,17 @@ __all__ = [
     "Exponential",
     "Fibottention",
     "Longformer",
+    "Neighborhood",
     "RandomPairs",
     "SlidingWindow",
     "SparseTransformer",
     "make_spec",
     "nearest",
     "spec_names",
+    "square_grid",
 ]
+
+GridSize = tuple[int, int]
 
 _registry: dict[str, type["AttentionSpec"]] = {}
 
@@ -42,10 +47,12 @@ class AttentionSpec:
     Attributes:
         name: Name in YAML and on the command line.
         fill: What a pair outside the pattern gets; see `fibottention.sparse_attention`.
+        bias_size: Size of the table of relative biases that each head learns; 0 for none.
     """
 
     name: ClassVar[str]
     fill: ClassVar[Fill] = "-inf"
+    bias_size: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
         _registry[cls.name] = cls
@@ -59,7 +66,15 @@ class AttentionSpec:
                     f"{type(self).__name__}: {field.name} must be {_describe(hints[field.name])}, got {value!r}"
                 )
 
-    def pattern(self, num_heads: int, num_tokens: int, *, prefix_tokens: int = 0, layer: int = 0) -> Pattern:
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
         """The pattern of one layer.
 
         Args:
@@ -67,12 +82,14 @@ class AttentionSpec:
             num_tokens: Number of patch tokens.
             prefix_tokens: Number of prefix tokens (CLS, registers), which see and are seen by all tokens.
             layer: Index of the layer in the model, from 0.
+            grid_size: Height and width of the grid of patch tokens, for specs that need it; a square if None.
         """
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """The spec as plain data, ``{"name": ..., fields ...}``, from which `make_spec` makes it again."""
-        return {"name": self.name, **asdict(self)}
+        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return {"name": self.name, **plain}
 
 
 @dataclass(frozen=True)
@@ -81,7 +98,15 @@ class Dense(AttentionSpec):
 
     name: ClassVar[str] = "dense"
 
-    def pattern(self, num_heads: int, num_tokens: int, *, prefix_tokens: int = 0, layer: int = 0) -> Pattern:
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
         """See `AttentionSpec.pattern`."""
         return patterns.dense(num_heads, num_tokens, prefix_tokens=prefix_tokens)
 
@@ -128,7 +153,15 @@ class Fibottention(AttentionSpec):
             python_random.Random(layer + 1_000_003 * self.seed).shuffle(order)
         return tuple(order)
 
-    def pattern(self, num_heads: int, num_tokens: int, *, prefix_tokens: int = 0, layer: int = 0) -> Pattern:
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
         """See `AttentionSpec.pattern`."""
         return patterns.wythoff(
             num_heads,
@@ -150,7 +183,15 @@ class SlidingWindow(AttentionSpec):
     window: int = 3
     include_self: bool = True
 
-    def pattern(self, num_heads: int, num_tokens: int, *, prefix_tokens: int = 0, layer: int = 0) -> Pattern:
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
         """See `AttentionSpec.pattern`."""
         return patterns.sliding_window(
             num_heads, num_tokens, self.window, include_self=self.include_self, prefix_tokens=prefix_tokens
@@ -166,7 +207,15 @@ class DilatedWindow(AttentionSpec):
     dilation: int = 2
     include_self: bool = True
 
-    def pattern(self, num_heads: int, num_tokens: int, *, prefix_tokens: int = 0, layer: int = 0) -> Pattern:
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
         """See `AttentionSpec.pattern`."""
         return patterns.dilated_window(
             num_heads,
@@ -187,7 +236,15 @@ class Exponential(AttentionSpec):
     window: int | None = None
     include_self: bool = True
 
-    def pattern(self, num_heads: int, num_tokens: int, *, prefix_tokens: int = 0, layer: int = 0) -> Pattern:
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
         """See `AttentionSpec.pattern`."""
         return patterns.exponential(
             num_heads,
@@ -216,7 +273,15 @@ class SparseTransformer(AttentionSpec):
     window: int | None = None
     summary: int = 1
 
-    def pattern(self, num_heads: int, num_tokens: int, *, prefix_tokens: int = 0, layer: int = 0) -> Pattern:
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
         """See `AttentionSpec.pattern`."""
         if self.mode == "fixed":
             return patterns.fixed(num_heads, num_tokens, self.stride, self.summary, prefix_tokens=prefix_tokens)
@@ -231,7 +296,15 @@ class Longformer(AttentionSpec):
     window: int = 1
     global_tokens: int = 0
 
-    def pattern(self, num_heads: int, num_tokens: int, *, prefix_tokens: int = 0, layer: int = 0) -> Pattern:
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
         """See `AttentionSpec.pattern`."""
         return patterns.longformer(num_heads, num_tokens, self.window, self.global_tokens, prefix_tokens=prefix_tokens)
 
@@ -249,7 +322,15 @@ class BigBird(AttentionSpec):
     global_tokens: int = 0
     seed: int = 0
 
-    def pattern(self, num_heads: int, num_tokens: int, *, prefix_tokens: int = 0, layer: int = 0) -> Pattern:
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
         """See `AttentionSpec.pattern`."""
         return patterns.bigbird(
             num_heads,
@@ -270,11 +351,84 @@ class RandomPairs(AttentionSpec):
     density: float = 0.0195
     seed: int = 0
 
-    def pattern(self, num_heads: int, num_tokens: int, *, prefix_tokens: int = 0, layer: int = 0) -> Pattern:
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
         """See `AttentionSpec.pattern`."""
         return patterns.random(
             num_heads, num_tokens, self.density, layer + 1_000_003 * self.seed, prefix_tokens=prefix_tokens
         )
+
+
+@dataclass(frozen=True)
+class Neighborhood(AttentionSpec):
+    """Neighborhood attention on the grid of patches, dilated with a dilation above 1 (arXiv 2209.15001).
+
+    On a plain ViT these are the paper's isotropic models (section 4.3). Prefix tokens see and are seen by all.
+
+    Attributes:
+        kernel_size: Side of the neighborhoods, in patches.
+        dilation: Step between the keys; or several, which the layers take in turn: ``(1, 2)`` for DiNAT.
+        rel_pos_bias: Learn a table of relative biases in each layer, which starts at zero.
+    """
+
+    name: ClassVar[str] = "neighborhood"
+    kernel_size: int = 7
+    dilation: int | tuple[int, ...] = 1
+    rel_pos_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dilation, list):
+            object.__setattr__(self, "dilation", tuple(self.dilation))
+        super().__post_init__()
+        dilations = (self.dilation,) if isinstance(self.dilation, int) else self.dilation
+        if self.kernel_size < 1 or not dilations or min(dilations) < 1:
+            raise ValueError(
+                f"Neighborhood: kernel_size and dilation must be at least 1, got {self.kernel_size} and {self.dilation}"
+            )
+
+    @property
+    def bias_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `AttentionSpec`."""
+        return (2 * self.kernel_size - 1) ** 2 if self.rel_pos_bias else 0
+
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
+        """See `AttentionSpec.pattern`."""
+        dilations = (self.dilation,) if isinstance(self.dilation, int) else self.dilation
+        return patterns.neighborhood(
+            num_heads,
+            square_grid(num_tokens) if grid_size is None else grid_size,
+            self.kernel_size,
+            dilation=dilations[layer % len(dilations)],
+            relation=self.rel_pos_bias,
+            prefix_tokens=prefix_tokens,
+        )
+
+
+def square_grid(num_tokens: int) -> GridSize:
+    """Height and width of a square grid of tokens.
+
+    Raises:
+        ValueError: If the number of tokens is no square.
+    """
+    side = math.isqrt(num_tokens)
+    if side**2 != num_tokens:
+        raise ValueError(f"grid_size must be given for {num_tokens} tokens, which are no square")
+    return side, side
 
 
 def spec_names() -> list[str]:
@@ -329,6 +483,9 @@ def _matches(value: Any, hint: Any) -> bool:
             return True
         elif option is int and isinstance(value, bool):
             continue
+        elif get_origin(option) is tuple:
+            if isinstance(value, tuple) and all(_matches(item, get_args(option)[0]) for item in value):
+                return True
         elif isinstance(value, option):
             return True
     return False
@@ -340,6 +497,8 @@ def _describe(hint: Any) -> str:
     for option in _alternatives(hint):
         if get_origin(option) is Literal:
             parts += [repr(choice) for choice in get_args(option)]
+        elif get_origin(option) is tuple:
+            parts.append("a list of whole numbers")
         else:
             parts.append(names.get(option, getattr(option, "__name__", str(option))))
     return " or ".join(parts)

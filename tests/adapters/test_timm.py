@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fibottention as fib
-from fibottention import Dense, Fibottention, Longformer, patterns, sparsify
+from fibottention import Dense, Fibottention, Longformer, Neighborhood, na2d, patterns, sparsify
 from fibottention.layers import PatternAttention, attention_layer
 
 # name, options, another image size, prefix tokens of each layer
@@ -64,7 +64,7 @@ def test_zero_fill_of_a_dense_pattern_gives_the_logits_of_the_original(family):
     class Everything(Fibottention):
         name = "test_everything"
 
-        def pattern(self, num_heads, num_tokens, *, prefix_tokens=0, layer=0):
+        def pattern(self, num_heads, num_tokens, *, prefix_tokens=0, layer=0, grid_size=None):
             return patterns.dense(num_heads, num_tokens, prefix_tokens=prefix_tokens)
 
     with torch.no_grad():
@@ -296,3 +296,98 @@ def test_fused_qkv_free_models_and_masks():
     others = [i for i in range(17) if i != 5]
     torch.testing.assert_close(out[:, others], changed[:, others])
     assert fib.sparsify is sparsify
+
+
+NEEDS_GRID = ["vit", "deit_distilled", "registers", "gap", "swin", "convit", "pit", "cait", "eva02", "dinov3"]
+
+
+@pytest.mark.parametrize("family", NEEDS_GRID)
+def test_neighborhoods_on_the_grid_of_patches(family):
+    """Each patch sees its 3x3 neighbourhood in the grid, and the prefix tokens; checked on the masks of all layers."""
+    name, options, _, _ = FAMILIES[family]
+    square = family in ("swin", "pit", "convit")  # these take no other images
+    if not square:
+        size = options["img_size"]
+        options = {**options, "img_size": (size, size * 2)}
+    model = timm.create_model(name, num_classes=7, **options)
+    report = sparsify(model, Neighborhood(3))
+    for layer in report.layers:
+        module = model.get_submodule(layer.path).sparse
+        height, width = module.grid_size
+        assert height * width == layer.num_tokens
+        assert square or width == 2 * height
+        pattern = module.pattern(layer.prefix_tokens + layer.num_tokens)
+        mask = pattern.mask()[0][layer.prefix_tokens :, layer.prefix_tokens :].view(height, width, height, width)
+        rows = torch.arange(height).clamp(1, height - 2)
+        for y, x in ((0, 0), (1, 1), (height - 1, width - 1)):
+            seen = torch.zeros(height, width, dtype=torch.bool)
+            top, left = rows[y] - 1, min(max(x, 1), width - 2) - 1
+            seen[top : top + 3, left : left + 3] = True
+            assert torch.equal(mask[y, x], seen)
+    shape = options["img_size"] if isinstance(options["img_size"], tuple) else (options["img_size"],) * 2
+    assert model(torch.zeros(1, 3, *shape)).shape == (1, 7)
+
+
+def test_dilations_alternate_over_the_layers():
+    model = build("vit")
+    sparsify(model, Neighborhood(1, dilation=(1, 2)))
+    sparsify(model, Neighborhood(2, dilation=(1, 2)))
+    first, second, third = (b.attn.sparse.pattern(17) for b in model.blocks)
+    assert first is third
+    assert first is patterns.neighborhood(3, (4, 4), 2, prefix_tokens=1)
+    assert second is patterns.neighborhood(3, (4, 4), 2, dilation=2, prefix_tokens=1)
+
+
+@pytest.mark.parametrize("family", ["vit", "eva02", "dinov3", "pit"])
+def test_a_relative_bias_is_learned(family):
+    model, x = build(family), images(family)
+    keys = set(model.state_dict())
+    plain = copy.deepcopy(model)
+    sparsify(model, Neighborhood(3, rel_pos_bias=True))
+    sparsify(plain, Neighborhood(3))
+    added = set(model.state_dict()) - keys
+    attentions = [m for m in model.modules() if isinstance(m, PatternAttention)]
+    assert len(added) == len(attentions)
+    assert all(key.endswith("attn.sparse.rpb") for key in added)
+    model.eval(), plain.eval()
+    torch.testing.assert_close(model(x), plain(x))  # the tables start at zero
+    model(x).square().sum().backward()
+    # The last layer's patches do not reach the class token any more.
+    assert all(m.rpb.grad.abs().sum() > 0 for m in attentions[:-1])
+    for m in attentions:
+        nn.init.normal_(m.rpb)
+    assert not torch.allclose(model(x), plain(x))
+
+
+def test_the_relative_bias_is_that_of_na2d():
+    torch.manual_seed(0)
+    layer = fib.SparseAttention(24, 3, spec=Neighborhood(3, rel_pos_bias=True), prefix_tokens=0)
+    layer.sparse.grid_size = (4, 6)
+    nn.init.normal_(layer.sparse.rpb)
+    x = torch.randn(2, 24, 24)
+    q, k, v = layer.qkv(x).view(2, 4, 6, 3, 3, 8).unbind(3)
+    expected = layer.proj(na2d(q, k, v, 3, rpb=layer.sparse.rpb.view(3, 5, 5)).flatten(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), expected)
+    # With a mask on top, which the dense form shows.
+    mask = torch.zeros(24, 24).masked_fill(torch.rand(24, 24, generator=torch.Generator().manual_seed(0)) < 0.2, -9.0)
+    scores = q.flatten(1, 2).transpose(1, 2) @ k.flatten(1, 2).permute(0, 2, 3, 1) * 8**-0.5 + mask
+    pattern = layer.sparse.pattern(24)
+    _, query, key = pattern.pairs()
+    scores[:, :, query, key] += layer.sparse.rpb[:, pattern.relation.tolist()]
+    weights = scores.masked_fill(~pattern.mask(), -torch.inf).softmax(-1)
+    out = (weights @ v.flatten(1, 2).transpose(1, 2)).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(layer(x, attn_mask=mask), layer.proj(out))
+
+
+@pytest.mark.parametrize("family", ["swin", "convit", "cait"])
+def test_a_relative_bias_is_refused_where_there_is_one_already(family):
+    model = build(family)
+    keys = set(model.state_dict())
+    with pytest.raises(ValueError, match="rel_pos_bias=True is not supported by"):
+        sparsify(model, Neighborhood(3, rel_pos_bias=True))
+    assert set(model.state_dict()) == keys
+
+
+def test_a_window_larger_than_the_grid_is_refused():
+    with pytest.raises(ValueError, match=r"kernel_size \* dilation must be at most the length of the axis \(4\)"):
+        sparsify(build("vit"), Neighborhood(7))

@@ -15,7 +15,7 @@ from torch import nn
 from fibottention.adapters.timm_attention import SPARSE_CLASSES, adopt
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.ops.attention import Backend
-from fibottention.specs import AttentionSpec
+from fibottention.specs import AttentionSpec, GridSize
 
 __all__ = ["LayerReport", "SparsifyReport", "sparsify"]
 
@@ -117,7 +117,7 @@ class _Site:
 
     parent: Any
     path: str
-    num_tokens: int
+    grid_size: GridSize
     prefix_tokens: int
     sequences: int = 1
 
@@ -125,11 +125,16 @@ class _Site:
     def module(self) -> Any:
         return self.parent.attn
 
+    @property
+    def num_tokens(self) -> int:
+        return self.grid_size[0] * self.grid_size[1]
+
 
 def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto") -> SparsifyReport:
     """Make a timm model attend as a spec says, in place.
 
-    Weights and state-dict keys stay as they are. Supports VisionTransformer (ViT, DeiT, distilled, registers, pooled),
+    Weights and state-dict keys stay as they are; a spec with a relative bias adds ``attn.sparse.rpb`` in each layer.
+    Supports VisionTransformer (ViT, DeiT, distilled, registers, pooled),
     Eva (EVA-02, DINOv3), SwinTransformer (within each window), ConVit, PoolingVisionTransformer (PiT) and Cait's patch
     blocks, also nested in another module. A model that was made sparse before gets the new spec.
 
@@ -168,8 +173,19 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
                 f"fill='zero' gives weight to pairs that are not stored, so it needs attn_drop_rate=0, got "
                 f"{module.attn_drop.p} at {site.path}"
             )
+        if spec.bias_size and _dense_name(module) in _WITH_OWN_BIAS:
+            raise ValueError(
+                f"rel_pos_bias=True is not supported by {_dense_name(module)} at {site.path}, which has its own bias"
+            )
         sparse = PatternAttention(
-            spec, module.num_heads, prefix_tokens=site.prefix_tokens, layer=index, backend=backend
+            spec,
+            module.num_heads,
+            prefix_tokens=site.prefix_tokens,
+            layer=index,
+            backend=backend,
+            grid_size=site.grid_size,
+            device=module.proj.weight.device,
+            dtype=module.proj.weight.dtype,
         )
         layers.append(_layer_report(site, sparse))
         replacements.append((site, sparse))
@@ -216,33 +232,33 @@ def _sites(prefix: str, root: nn.Module) -> list[_Site]:
         raise ValueError("sparsify needs patch_drop_rate=0: dropping patches would break the order of the tokens")
     find = next(find for cls, find in _FAMILIES.items() if isinstance(root, cls))
     sites = []
-    for path, block, tokens, prefix_tokens, sequences in find(root):
+    for path, block, grid_size, prefix_tokens, sequences in find(root):
         module = getattr(block, "attn", None)
         if _dense_name(module) is None:
             found = type(block if module is None else module).__name__
             raise ValueError(f"sparsify does not support {found}, the attention of {type(root).__name__} at {path}")
-        sites.append(_Site(block, f"{prefix}.{path}.attn".lstrip("."), tokens, prefix_tokens, sequences))
+        sites.append(_Site(block, f"{prefix}.{path}.attn".lstrip("."), tuple(grid_size), prefix_tokens, sequences))
     return sites
 
 
-_Found = Iterator[tuple[str, nn.Module, int, int, int]]
+_Found = Iterator[tuple[str, nn.Module, GridSize, int, int]]
 
 
 def _plain_blocks(model: Any) -> _Found:
     for i, block in enumerate(model.blocks):
-        yield f"blocks.{i}", block, model.patch_embed.num_patches, model.num_prefix_tokens, 1
+        yield f"blocks.{i}", block, model.patch_embed.grid_size, model.num_prefix_tokens, 1
 
 
 def _convit_blocks(model: Any) -> _Found:
     # The class token joins after the last GPSA block.
     for i, block in enumerate(model.blocks):
         prefix_tokens = 0 if isinstance(block.attn, GPSA) else 1
-        yield f"blocks.{i}", block, model.patch_embed.num_patches, prefix_tokens, 1
+        yield f"blocks.{i}", block, model.patch_embed.grid_size, prefix_tokens, 1
 
 
 def _cait_blocks(model: Any) -> _Found:
     for i, block in enumerate(model.blocks):
-        yield f"blocks.{i}", block, model.patch_embed.num_patches, 0, 1
+        yield f"blocks.{i}", block, model.patch_embed.grid_size, 0, 1
 
 
 def _pit_blocks(model: Any) -> _Found:
@@ -251,7 +267,7 @@ def _pit_blocks(model: Any) -> _Found:
         if s:
             height, width = (height + 1) // 2, (width + 1) // 2
         for i, block in enumerate(stage.blocks):
-            yield f"transformers.{s}.blocks.{i}", block, height * width, model.cls_token.shape[1], 1
+            yield f"transformers.{s}.blocks.{i}", block, (height, width), model.cls_token.shape[1], 1
 
 
 def _swin_blocks(model: Any) -> _Found:
@@ -260,8 +276,11 @@ def _swin_blocks(model: Any) -> _Found:
             windows = 1
             for size, window in zip(block.input_resolution, block.window_size, strict=True):
                 windows *= -(-size // window)
-            yield f"layers.{s}.blocks.{i}", block, block.window_area, 0, windows
+            yield f"layers.{s}.blocks.{i}", block, block.window_size, 0, windows
 
+
+# Attention with a bias of its own, or whose scores do not go through `PatternAttention.forward`.
+_WITH_OWN_BIAS = ("WindowAttention", "GPSA", "TalkingHeadAttn")
 
 _FAMILIES = {
     VisionTransformer: _plain_blocks,

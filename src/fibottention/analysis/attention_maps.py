@@ -84,7 +84,7 @@ def _map(module: PatternAttention, q: Tensor, k: Tensor, scale: float | None) ->
         return ((q[:, :, :1] @ k.transpose(-2, -1)) * scale).float().softmax(-1)[:, :, 0, prefix:]
     pattern = module.pattern(q.shape[2])
     _, weights = sparse_attention(
-        q, k, k, pattern, scale=scale, fill=module.spec.fill, return_weights=True, backend="gather"
+        q, k, k, pattern, bias=module.rpb, scale=scale, fill=module.spec.fill, return_weights=True, backend="gather"
     )
     ones = torch.ones(*q.shape[:3], 1, dtype=weights.dtype, device=q.device)
     return pair_sum_transposed(weights, ones, pattern.key).squeeze(-1) / q.shape[2]

@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor, nn
 
+from fibottention.ops.arguments import table_by_pair
 from fibottention.ops.attention import Backend, sparse_attention
+from fibottention.ops.constants import pair_indices
 from fibottention.patterns.pattern import Pattern
-from fibottention.specs import AttentionSpec
+from fibottention.specs import AttentionSpec, GridSize
 
 __all__ = ["PatternAttention"]
 
@@ -13,7 +15,8 @@ __all__ = ["PatternAttention"]
 class PatternAttention(nn.Module):
     """Attention as a spec describes it, for queries, keys and values of any token count.
 
-    Has no parameters. Builds the pattern of each token count it meets, once.
+    Builds the pattern of each token count it meets, once. Its only parameter is the table of relative biases, ``rpb``
+    ``(num_heads, bias_size)``, of a spec that has one.
 
     Args:
         spec: How to attend.
@@ -21,6 +24,9 @@ class PatternAttention(nn.Module):
         prefix_tokens: Number of prefix tokens (CLS, registers) at the start of the sequence.
         layer: Index of the layer in its model, from 0.
         backend: As in `fibottention.sparse_attention`.
+        grid_size: Height and width of the grid of patch tokens; other token counts are taken for squares.
+        device: Device of the parameter.
+        dtype: Dtype of the parameter.
     """
 
     def __init__(
@@ -31,6 +37,9 @@ class PatternAttention(nn.Module):
         prefix_tokens: int = 0,
         layer: int = 0,
         backend: Backend = "auto",
+        grid_size: GridSize | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -38,6 +47,10 @@ class PatternAttention(nn.Module):
         self.prefix_tokens = prefix_tokens
         self.layer = layer
         self.backend: Backend = backend
+        self.grid_size = grid_size
+        self.rpb: nn.Parameter | None = None
+        if spec.bias_size:
+            self.rpb = nn.Parameter(torch.zeros(num_heads, spec.bias_size, device=device, dtype=dtype))
         self._patterns: dict[int, Pattern] = {}
 
     def pattern(self, sequence_length: int) -> Pattern:
@@ -58,11 +71,14 @@ class PatternAttention(nn.Module):
             raise ValueError(
                 f"the sequence must be longer than its {self.prefix_tokens} prefix tokens, got {sequence_length}"
             )
+        num_tokens = sequence_length - self.prefix_tokens
+        is_known = self.grid_size is not None and self.grid_size[0] * self.grid_size[1] == num_tokens
         self._patterns[sequence_length] = self.spec.pattern(
             self.num_heads,
-            sequence_length - self.prefix_tokens,
+            num_tokens,
             prefix_tokens=self.prefix_tokens,
             layer=self.layer,
+            grid_size=self.grid_size if is_known else None,
         )
 
     def forward(
@@ -75,18 +91,25 @@ class PatternAttention(nn.Module):
         scale: float | None = None,
         dropout_p: float = 0.0,
     ) -> Tensor:
-        """Attend; see `fibottention.sparse_attention` for the arguments, all ``(B, H, N, D)``."""
+        """Attend; see `fibottention.sparse_attention` for the arguments, all ``(B, H, N, D)``; a bias is dense."""
+        pattern = self.pattern(q.shape[2])
         return sparse_attention(
             q,
             k,
             v,
-            self.pattern(q.shape[2]),
-            bias=bias,
+            pattern,
+            bias=self._with_table(bias, pattern),
             scale=scale,
             fill=self.spec.fill,
             dropout_p=dropout_p,
             backend=self.backend,
         )
+
+    def _with_table(self, bias: Tensor | None, pattern: Pattern) -> Tensor | None:
+        if self.rpb is None or bias is None:
+            return bias if self.rpb is None else self.rpb
+        _, query, key = pair_indices(pattern, bias.device)
+        return bias[:, :, query, key] + table_by_pair(self.rpb, pattern)
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
