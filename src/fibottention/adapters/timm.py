@@ -237,7 +237,7 @@ def _sites(prefix: str, root: nn.Module) -> list[_Site]:
         if _dense_name(module) is None:
             found = type(block if module is None else module).__name__
             raise ValueError(f"sparsify does not support {found}, the attention of {type(root).__name__} at {path}")
-        sites.append(_Site(block, f"{prefix}.{path}.attn".lstrip("."), tuple(grid_size), prefix_tokens, sequences))
+        sites.append(_Site(block, f"{prefix}.{path}.attn".lstrip("."), grid_size, prefix_tokens, sequences))
     return sites
 
 
