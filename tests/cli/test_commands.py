@@ -181,6 +181,19 @@ def test_inspect(tmp_path):
     assert "(explicit rows)" in table.stdout
 
 
+def test_inspect_a_model(tmp_path):
+    size = ["--image-size", "224", "160", "--depths", "[1,1,1,1]", "--output", "fields.png"]
+    result = run("inspect", "dinat_mini", *size, "--dilations=gradual", "--json", cwd=tmp_path)
+    summary = json.loads(result.stdout)
+    assert summary["image_size"] == [224, 160]
+    assert [level["grid"] for level in summary["levels"]] == [[56, 40], [28, 20], [14, 10], [7, 5]]
+    assert summary["levels"][0]["receptive_field"] == [31, 31]  # seven tokens
+    with Image.open(tmp_path / "fields.png") as image:
+        assert image.format == "PNG"
+    table = run("inspect", "nat_mini", *size, cwd=tmp_path)
+    assert "7 x 7" in table.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -198,6 +211,9 @@ def test_inspect(tmp_path):
         (["train", "--data.name=folder", "--data.root=nothing"], "data.root=nothing is not a folder"),
         (["inspect", "longformer", "--output", "no/such/folder.png"], "the folder no/such does not exist"),
         (["inspect"], "required: SPEC"),
+        (["inspect", "dinat_mini", "--image-size", "0"], "--image-size must be one or two numbers above 0, got 0"),
+        (["inspect", "dinat_mini", "--dilations", "big"], "dilations must be 'max', 'gradual' or an entry per level"),
+        (["inspect", "dinat_mini", "--depth", "3"], "model dinat_mini cannot be made"),
         (["inspect", "longformer", "--output", "."], "--output: . is a folder, not a file"),
         (["inspect", "bigbird", "--random_keys", "-1"], "random_keys must be at least 0, got -1"),
         (["inspect", "--window", "-3", "longformer"], "window must be at least 0, got -3"),

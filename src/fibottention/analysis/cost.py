@@ -13,12 +13,12 @@ from fibottention.layers.pattern_attention import PatternAttention
 __all__ = ["whole_model_macs"]
 
 
-def whole_model_macs(model: nn.Module, image_size: int, in_chans: int = 3) -> int:
+def whole_model_macs(model: nn.Module, image_size: int | tuple[int, int], in_chans: int = 3) -> int:
     """Multiply-accumulates of one forward pass on one image, attention counted over the kept pairs.
 
     Args:
         model: The model, made sparse or not. It is not changed.
-        image_size: Side of the image in pixels.
+        image_size: Side of the image in pixels, or height and width.
         in_chans: Channels of the image.
     """
     model = copy.deepcopy(model).eval().requires_grad_(False)
@@ -26,7 +26,8 @@ def whole_model_macs(model: nn.Module, image_size: int, in_chans: int = 3) -> in
         if isinstance(module, PatternAttention | NeighborhoodAttention2D):
             # The dense backends compute pairs that are then thrown away.
             module.backend = "gather"
-    image = torch.zeros(1, in_chans, image_size, image_size, device=next(model.parameters()).device)
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    image = torch.zeros(1, in_chans, height, width, device=next(model.parameters()).device)
     # Fused attention is not counted on every device; its parts are.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(image)

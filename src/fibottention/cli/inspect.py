@@ -8,6 +8,8 @@ from pathlib import Path
 from rich.table import Table
 
 from fibottention.analysis.masks import draw_masks
+from fibottention.cli.inspect_model import is_model
+from fibottention.cli.inspect_model import run as run_model
 from fibottention.cli.options import CommandParser, check_output, describe_specs, make_console
 from fibottention.errors import UserError
 from fibottention.patterns.pattern import Pattern
@@ -20,13 +22,16 @@ __all__ = ["run"]
 
 def run(words: list[str]) -> int:
     """Run the command; returns the exit code."""
+    if any(is_model(word) for word in words):
+        return run_model(words)
     parser = CommandParser(
         prog="fibottention inspect",
-        description="Show which pairs an attention spec keeps. Options of the spec: --w_max 65, --window 3, ...",
+        description="Show which pairs an attention spec keeps. Options of the spec: --w_max 65, --window 3, ...\n"
+        "With the name of a NAT or DiNAT, such as dinat_tiny: its levels and receptive fields (--image-size 224).",
         epilog=f"specs and their options:\n{describe_specs()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("spec", metavar="SPEC", help="name of a spec, such as fibottention")
+    parser.add_argument("spec", metavar="SPEC", help="name of a spec, such as fibottention, or of a NAT or DiNAT")
     parser.add_argument("--tokens", type=int, default=196, help="patch tokens (default 196)")
     parser.add_argument("--heads", type=int, default=12, help="heads (default 12)")
     parser.add_argument("--prefix", type=int, default=1, help="prefix tokens, such as CLS (default 1)")
