@@ -1,6 +1,8 @@
 """The training loop, on a tiny model and real images."""
 
 import copy
+import dataclasses
+import itertools
 import math
 
 import pytest
@@ -132,6 +134,26 @@ def test_learning_rate_warms_up_and_falls_to_its_minimum(tmp_path):
     assert all(a > b for a, b in zip(rates[warm:], rates[warm + 1 :], strict=False))
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "poly"])
+def test_the_rate_stays_at_its_minimum_in_the_cool_down(tmp_path, schedule):
+    config = tiny_config(epochs=6)
+    config.optim.schedule, config.optim.decay_rate = schedule, 1.0
+    config.optim.warmup_epochs, config.optim.cooldown_epochs, config.optim.min_lr = 1, 2, 1e-5
+    trainer = trainer_of(config, tmp_path / "run")
+    rates = []
+    for update in range(6 * trainer.updates_per_epoch):
+        trainer.scheduler.step_update(update)
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    last = 4 * trainer.updates_per_epoch
+    assert rates[last:] == pytest.approx([1e-5] * len(rates[last:]))
+    assert rates[last - 2] > 1.5e-5
+    if schedule == "poly":  # of power 1: linear from the end of the warm-up on
+        falling = rates[trainer.updates_per_epoch : last]
+        assert [b - a for a, b in itertools.pairwise(falling)] == pytest.approx(
+            [(1e-5 - config.optim.lr) / len(falling)] * (len(falling) - 1), rel=1e-3
+        )
+
+
 def test_steps_of_the_rate_count_from_the_start(tmp_path):
     config = tiny_config(epochs=6)
     config.optim.schedule, config.optim.milestones, config.optim.warmup_epochs = "multistep", [3, 5], 1
@@ -197,6 +219,13 @@ def test_a_diverging_run_stops_with_advice(tmp_path):
             "optim.schedule=cosin cannot be made: .*did you mean 'cosine'",
         ),
         (lambda c: setattr(c.optim, "warmup_epochs", 9), "optim.warmup_epochs must be at least 0 and less than"),
+        (lambda c: setattr(c.optim, "cooldown_epochs", 9), "optim.cooldown_epochs must be at least 0 and less than"),
+        (
+            lambda c: setattr(
+                c, "optim", dataclasses.replace(c.optim, schedule="constant", cooldown_epochs=0.5, warmup_epochs=0)
+            ),
+            "optim.cooldown_epochs is for cosine, tanh and poly, got schedule constant",
+        ),
         (lambda c: setattr(c.optim, "schedule", "none"), "optim.schedule=none .* use constant"),
         (lambda c: setattr(c.optim, "clip_grad", -1.0), "optim.clip_grad must be at least 1e-12, got -1.0"),
         (lambda c: setattr(c.augment, "label_smoothing", 2.0), "augment.label_smoothing must be in 0 .. 0.99, got 2.0"),

@@ -8,6 +8,7 @@ from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 
 from fibottention.adapters.timm import sparsify
+from fibottention.layers.neighborhood_attention import NeighborhoodAttention2D
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.ops.attention import sparse_attention
 from fibottention.ops.pairs import pair_sum_transposed
@@ -35,7 +36,7 @@ class AttentionMap:
 def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
     """Attention maps of all layers that attend over whole images.
 
-    Layers that attend within windows (Swin), or mix their weights with others (ConViT's gated layers, CaiT's talking
+    Layers that attend within windows (Swin, NAT and DiNAT), or mix their weights with others (ConViT's gated layers, CaiT's talking
     heads) are left out.
 
     Args:
@@ -45,6 +46,8 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
     Raises:
         ValueError: If the model is not one that `sparsify` supports.
     """
+    if any(isinstance(module, NeighborhoodAttention2D) for module in model.modules()):
+        return []
     if not any(isinstance(module, PatternAttention) for module in model.modules()):
         model = copy.deepcopy(model)
         sparsify(model, Dense())

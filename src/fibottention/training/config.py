@@ -18,11 +18,13 @@ class OptimConfig:
         momentum: Momentum of optimizers that have one.
         betas: Betas of Adam-like optimizers; the optimizer's default if null.
         layer_decay: Factor of the learning rate from each layer to the one below it; none if null.
-        schedule: Schedule, by timm's name (cosine, step, multistep, constant, ...), stepped after each update.
+        schedule: Schedule, by timm's name (cosine, step, multistep, constant, ...; poly with decay_rate 1 is linear),
+            stepped after each update.
         milestones: Epochs at which the multistep schedule multiplies the rate by decay_rate.
         decay_epochs: Epochs after which the step schedule multiplies the rate by decay_rate, again and again.
-        decay_rate: Factor of the step and multistep schedules.
+        decay_rate: Factor of the step and multistep schedules, power of the poly schedule.
         warmup_epochs: Epochs of linear warm-up.
+        cooldown_epochs: Epochs at the end, of train.epochs, that stay at min_lr; for the schedules that fall to it.
         warmup_lr: Learning rate at the start of the warm-up.
         min_lr: Learning rate at the end of the schedule.
         clip_grad: Largest norm of the gradient; not clipped if null.
@@ -41,6 +43,7 @@ class OptimConfig:
     decay_epochs: float = 30.0
     decay_rate: float = 0.1
     warmup_epochs: float = 5.0
+    cooldown_epochs: float = 0.0
     warmup_lr: float = 1e-6
     min_lr: float = 1e-6
     clip_grad: float | None = None

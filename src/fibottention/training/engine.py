@@ -185,15 +185,22 @@ class Trainer:
             raise UserError(
                 f"optim.warmup_epochs must be at least 0 and less than train.epochs={epochs}, got {optim.warmup_epochs}"
             )
+        if not 0 <= optim.cooldown_epochs < epochs - optim.warmup_epochs:
+            raise UserError(
+                "optim.cooldown_epochs must be at least 0 and less than train.epochs minus optim.warmup_epochs "
+                f"({epochs - optim.warmup_epochs:g}), got {optim.cooldown_epochs}"
+            )
         if optim.schedule == "none":
             raise UserError("optim.schedule=none would ignore the warm-up and the layer decay; use constant")
-        # A falling schedule starts after the warm-up and ends with the last epoch; steps count from the start.
+        # A falling schedule starts after the warm-up and ends before the cool-down; steps count from the start.
         prefix = optim.schedule in ("cosine", "tanh", "poly")
+        if optim.cooldown_epochs and not prefix:
+            raise UserError(f"optim.cooldown_epochs is for cosine, tanh and poly, got schedule {optim.schedule}")
         try:
             scheduler, _ = create_scheduler_v2(
                 optimizer,
                 sched=optim.schedule,
-                num_epochs=epochs - prefix * optim.warmup_epochs,  # pyright: ignore[reportArgumentType]
+                num_epochs=epochs - prefix * optim.warmup_epochs - optim.cooldown_epochs,  # pyright: ignore[reportArgumentType]
                 decay_epochs=optim.decay_epochs,
                 decay_milestones=optim.milestones or [],
                 decay_rate=optim.decay_rate,

@@ -142,17 +142,19 @@ def test_attention_spec_of_options():
     assert attention_spec({"name": "none"}) is None
 
 
-def test_every_recipe_is_valid_and_has_the_published_settings():
+def shipped_recipes():
     from pathlib import Path
 
-    recipes = sorted(Path("recipes").resolve().glob("[a-z]*.yaml"))
-    assert len(recipes) >= 17
-    for path in recipes:
-        config = classification_config(load_recipe(path.stem))
+    paths = sorted(Path("recipes").resolve().glob("[a-z]*.yaml"))
+    return {path.stem: (classification_config(load_recipe(path.stem)), path.read_text()) for path in paths}
+
+
+def test_recipes_of_fibottention_have_the_published_settings():
+    recipes = {n: r for n, r in shipped_recipes().items() if "nat_" not in n and n != "demo"}
+    assert len(recipes) == 16
+    for config, text in recipes.values():
         assert timm.is_model(config.model.name)
-        if path.stem == "demo":
-            continue
-        # Facts, section 5.
+        # Facts on Fibottention, section 5.
         assert config.attention == Fibottention(w_min=5).to_dict()
         assert (config.optim.name, config.optim.base_lr, config.optim.weight_decay) == ("adamw", 1e-3, 0.05)
         assert (config.optim.layer_decay, config.optim.warmup_epochs, config.optim.min_lr) == (0.75, 5, 1e-6)
@@ -161,7 +163,53 @@ def test_every_recipe_is_valid_and_has_the_published_settings():
             auto_augment="rand-m9-mstd0.5-inc1", random_erasing=0.25, label_smoothing=0.1
         )
         assert config.model.drop_path == 0.2
-        assert "Published" in path.read_text()
+        assert "Published" in text
+
+
+def test_recipes_of_neighborhood_attention_have_the_published_settings():
+    recipes = {n: r for n, r in shipped_recipes().items() if n.endswith("_imagenet") and "nat_" in n}
+    assert len(recipes) == 15
+    # Facts on neighborhood attention, section 4.
+    top1 = {
+        "nat": {"mini": 81.8, "tiny": 83.2, "small": 83.7, "base": 84.3},
+        "dinat": {"mini": 81.8, "tiny": 82.7, "small": 83.8, "base": 84.4},
+        "dinat_s": {"tiny": 81.8, "small": 83.5, "base": 83.8},
+        "nat_isotropic": {"small": 80.0, "base": 81.6},
+        "dinat_isotropic": {"small": 80.8, "base": 82.1},
+    }
+    for family, of_sizes in top1.items():
+        for size, accuracy in of_sizes.items():
+            config, text = recipes[f"{family}_{size}_imagenet"]
+            assert f"Published, in the paper: top-1 {accuracy} %" in text
+            assert timm.is_model(config.model.name)
+            assert config.model.name == f"{family}_{size}"
+            assert config.attention == {"name": "none"}
+            optim, train = config.optim, config.train
+            assert (optim.name, optim.lr, optim.weight_decay, optim.schedule) == ("adamw", 1e-3, 0.05, "cosine")
+            assert optim.warmup_epochs == (50 if family.endswith("isotropic") and size == "base" else 20)
+            assert train.epochs - optim.cooldown_epochs == 300
+            assert (train.batch_size * 8, config.data.image_size, optim.clip_grad) == (1024, 224, 5.0)
+            assert (config.augment.mixup, config.augment.cutmix, config.augment.random_erasing) == (0.8, 1.0, 0.25)
+            assert config.model.drop_path == 0.0, "the model's own"
+
+
+def test_recipes_of_pre_training_and_fine_tuning():
+    recipes = shipped_recipes()
+    config, _ = recipes["dinat_large_imagenet22k"]
+    assert (config.train.epochs, config.train.batch_size * config.train.gradient_accumulation * 8) == (90, 4096)
+    assert (config.optim.lr, config.optim.weight_decay, config.optim.schedule, config.optim.decay_rate) == (
+        1e-3,
+        0.01,
+        "poly",
+        1.0,
+    )
+    for size, name in ((224, "dinat_large"), (384, "dinat_large_384"), (384, "dinat_large_384_11x11")):
+        config, text = recipes[name.replace("large", "large_imagenet") + ("_224" if size == 224 else "")]
+        assert config.model.name == name
+        assert (config.train.epochs, config.train.batch_size * 8, config.data.image_size) == (30, 512, size)
+        assert (config.optim.lr, config.optim.weight_decay, config.optim.warmup_epochs) == (5e-5, 1e-4, 0)
+        assert (config.optim.schedule, config.augment.mixup, config.augment.cutmix) == ("poly", 0.0, 0.0)
+        assert {"dinat_large": "86.6", "dinat_large_384": "87.4", "dinat_large_384_11x11": "87.5"}[name] in text
 
 
 def test_recipes_and_overrides():
