@@ -18,6 +18,7 @@ format: ## rewrite the code in the project's style
 
 bench: ## measure the backends against each other
 	$(PYTHON) benchmarks/crossover.py
+	$(PYTHON) benchmarks/neighborhood.py
 
 sanitize: ## run the tests of the operators with the kernel built for the address and undefined-behaviour sanitizers
 	cmake -S . -B build/sanitize -DFIBOTTENTION_SANITIZE=ON -DCMAKE_BUILD_TYPE=Release

@@ -36,8 +36,8 @@ class AttentionMap:
 def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
     """Attention maps of all layers that attend over whole images.
 
-    Layers that attend within windows (Swin, NAT and DiNAT), or mix their weights with others (ConViT's gated layers, CaiT's talking
-    heads) are left out.
+    Layers that attend within windows (Swin, NAT and DiNAT), or mix their weights with others (ConViT's gated layers,
+    CaiT's talking heads) are left out.
 
     Args:
         model: A model of timm, made sparse or not. It is not changed.

@@ -37,6 +37,8 @@ def per_axis(name: str, value: int | bool | Sequence[int | bool], axes: int) -> 
     Raises:
         ValueError: If it is neither a number nor a sequence of ``axes`` numbers.
     """
+    if type(value) is int:
+        return (value,) * axes
     values = tuple(value) if isinstance(value, Sequence) else (value,) * axes
     if len(values) != axes or not all(isinstance(v, int | np.integer) for v in values):
         raise ValueError(f"{name} must be a whole number or {axes} of them, got {value!r}")
