@@ -48,11 +48,13 @@ class AttentionSpec:
         name: Name in YAML and on the command line.
         fill: What a pair outside the pattern gets; see `fibottention.sparse_attention`.
         bias_size: Size of the table of relative biases that each head learns; 0 for none.
+        needs_grid: Whether the pattern depends on the grid of the tokens.
     """
 
     name: ClassVar[str]
     fill: ClassVar[Fill] = "-inf"
     bias_size: ClassVar[int] = 0
+    needs_grid: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         _registry[cls.name] = cls
@@ -379,6 +381,7 @@ class Neighborhood(AttentionSpec):
     """
 
     name: ClassVar[str] = "neighborhood"
+    needs_grid: ClassVar[bool] = True
     kernel_size: int = 7
     dilation: int | tuple[int, ...] = 1
     rel_pos_bias: bool = False

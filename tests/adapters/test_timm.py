@@ -328,6 +328,43 @@ def test_neighborhoods_on_the_grid_of_patches(family):
     assert model(torch.zeros(1, 3, *shape)).shape == (1, 7)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3"])
+def test_the_grid_is_that_of_each_image(name, compiled):
+    """Images of another shape with as many tokens, or with another square number of them."""
+    torch._dynamo.reset()
+    options = {"img_size": 64, "dynamic_img_size": True, "num_classes": 7, "depth": 2}
+    torch.manual_seed(0)
+    model = timm.create_model(name, **options).eval()
+    sparsify(model, Neighborhood(3))
+    sparsify(model, Neighborhood(2))
+    assert len(model.patch_embed._forward_pre_hooks) == 1
+    run = torch.compile(copy.deepcopy(model), backend="aot_eager") if compiled else copy.deepcopy(model)
+    for height, width in ((64, 64), (32, 128), (128, 128), (144, 64), (64, 256)):
+        x = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0))
+        fixed = timm.create_model(name, **{**options, "img_size": (height, width), "dynamic_img_size": False}).eval()
+        weights = {k: v for k, v in model.state_dict().items() if k != "pos_embed"}
+        fixed.load_state_dict(weights, strict=False)
+        if getattr(model, "pos_embed", None) is not None:
+            with torch.no_grad():
+                fixed.pos_embed.copy_(timm.layers.resample_abs_pos_embed(
+                    model.pos_embed, (height // 16, width // 16), num_prefix_tokens=1))  # fmt: skip
+        sparsify(fixed, Neighborhood(2))
+        torch.testing.assert_close(run(x), fixed(x), rtol=1e-4, atol=1e-5)
+
+
+def test_the_grid_follows_set_input_size():
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=1, num_classes=7)
+    sparsify(model, Neighborhood(2))
+    model.set_input_size((32, 128))
+    model(torch.zeros(1, 3, 32, 128))
+    assert model.blocks[0].attn.sparse.grid_size == (2, 8)
+    layer = model.blocks[0].attn.sparse
+    layer.grid_size = (3, 5)
+    with pytest.raises(ValueError, match="the sequence has 16 patch tokens, but the grid is 3 x 5"):
+        layer.pattern(17)
+
+
 def test_dilations_alternate_over_the_layers():
     model = build("vit")
     sparsify(model, Neighborhood(1, dilation=(1, 2)))

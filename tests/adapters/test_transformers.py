@@ -227,6 +227,11 @@ def test_bad_configurations_are_named(options, message):
         ours.DinatModel(config(**options))
 
 
+def test_nat_has_no_dilations():
+    with pytest.raises(ValueError, match=r"NAT has no dilations but 1, got \[\[1, 4\]\]"):
+        ours.NatConfig(depths=[2], num_heads=[2], dilations=[[1, 4]])
+
+
 def test_the_number_of_channels_is_checked():
     with pytest.raises(ValueError, match="pixel_values must have 3 channels, got 1"):
         ours.DinatModel(config())(torch.zeros(1, 1, 64, 64))

@@ -62,6 +62,7 @@ def test_the_names_of_0_17(axes):
     out = getattr(functional, f"na{axes}d_av")(
         scores.softmax(-1), v, kernel_size=3, dilation=1, additional_values=more_v
     )
+    assert getattr(functional, f"na{axes}d_qk")(q[:0], k[:0], 3).shape == (0, *scores.shape[1:-1], scores.shape[-1] - 5)
     ones = (1,) * axes
     check(out, expected(axes, q, k, v, (3,) * axes, ones, rpb, (more_k, more_v)), (q, k, v, rpb, more_k, more_v))
 
@@ -116,6 +117,17 @@ def test_modules_have_the_old_arguments_and_a_relative_bias_unless_told():
     assert natten.NeighborhoodAttention2D(8, 2, 3, 2, rel_pos_bias=False).rpb is None
     assert natten.NeighborhoodAttention1D(8, 2, 3, 2)(torch.zeros(1, 9, 8)).shape == (1, 9, 8)
     assert natten.NeighborhoodAttention3D(8, 2, 3)(torch.zeros(1, 3, 4, 5, 8)).shape == (1, 3, 4, 5, 8)
+
+
+def test_numbers_for_the_depth():
+    layer = natten.NeighborhoodAttention3D(8, 2, 3, kernel_size_d=5, dilation=2, dilation_d=1)
+    assert (layer.kernel_size, layer.dilation) == ((5, 3, 3), (1, 2, 2))
+    assert natten.NeighborhoodAttention3D(8, 2, 3, dilation=None).dilation == (1, 1, 1)
+    with pytest.raises(TypeError, match="positional argument"):
+        natten.NeighborhoodAttention3D(8, 2, 3, 5)
+    q = draw(1, 2, 4, 6, 7, 4)
+    with pytest.raises(TypeError, match="positional argument"):
+        functional.na3d_qk(q, q, 3, 5, 1, 1)
 
 
 def run(code):

@@ -78,6 +78,10 @@ def test_dropout_only_in_training():
         ((10, 3, 3), {}, "embed_dim must be divisible by num_heads, got 10 and 3"),
         ((9, 3, (3, 3, 3)), {}, "kernel_size must be a whole number or 2 of them"),
         ((9, 3, 3, 2), {"rel_pos_bias": True}, "rel_pos_bias=True needs stride=1"),
+        ((9, 3, 0), {}, "kernel_size must be at least 1, got 0"),
+        ((9, 3, 3), {"dilation": True}, "dilation must be a whole number or 2 of them, got True"),
+        ((9, 3, 3), {"attn_drop": 1.0}, r"attn_drop must be in \[0, 1\), got 1.0"),
+        ((9, 3, 3), {"backend": "gpu"}, "backend must be one of auto, natten, .* got 'gpu'"),
     ],
 )
 def test_bad_arguments_are_named(arguments, options, message):

@@ -108,6 +108,20 @@ def test_a_mismatch_is_listed_key_by_key():
     assert torch.equal(model.state_dict()["head.weight"], before)
 
 
+def test_what_is_not_a_checkpoint_is_named():
+    with pytest.raises(ValueError, match="must hold tensors by name, but 'model_state' is none"):
+        load_checkpoint(small(), {"model_state": {}, "epoch": 3})
+    source, target = randomize(small()), small()
+    load_checkpoint(target, {f"module.{n}": w for n, w in source.state_dict().items()})
+    same_output(source, target)
+    weights = to_transformers(source)
+    del weights["dinat.encoder.levels.0.layers.0.attention.self.key.weight"]
+    with pytest.raises(ValueError, match="missing: levels.0.blocks.0.attn.qkv.weight") as error:
+        load_checkpoint(target, weights)
+    assert "unexpected: levels.0.blocks.attention.self" not in str(error.value)
+    assert "unexpected: levels.0.blocks.0.attention.self.query.weight" in str(error.value)
+
+
 def test_another_classifier_on_the_same_features():
     source, target = randomize(small()), small(num_classes=3)
     with pytest.raises(ValueError, match="head.weight"):

@@ -164,6 +164,7 @@ def test_layer_decay_groups_follow_the_depth():
     of = {id(p): g["lr_scale"] for g in param_groups_layer_decay(model, layer_decay=0.5) for p in g["params"]}
     scale = {name: of[id(parameter)] for name, parameter in model.named_parameters()}
     order = ["patch_embed.proj.0.weight", "levels.0.blocks.0.norm1.weight", "levels.1.blocks.0.norm1.weight",
+             "levels.1.blocks.1.norm1.weight", "levels.1.downsample.norm.weight", "levels.2.blocks.0.norm1.weight",
              "levels.3.blocks.1.norm1.weight", "head.weight"]  # fmt: skip
     assert all(scale[a] < scale[b] for a, b in itertools.pairwise(order))
 
@@ -214,8 +215,11 @@ def test_gradual_dilations_as_published_for_ade20k():
     [
         ("largest", "dilations must be 'max', 'gradual' or an entry per level, got 'largest'"),
         ([1, 2], "dilations must have 4 entries, one per level, got 2"),
-        ([[1], [1], [1], [1, 1]], "dilations of level 1 must be 2 numbers above 0, got"),
-        ([[0], 1, 1, 1], "dilations of level 0 must be 1 numbers above 0"),
+        ([[1], [1], [1], [1, 1]], "dilations of level 1 must be one whole number above 0 or 2 of them, got"),
+        ([[0], 1, 1, 1], "dilations of level 0 must be one whole number above 0 or 1 of them, got"),
+        ([0, 1, 1, 1], "dilations of level 0 must be one whole number above 0 or 1 of them, got 0"),
+        ([2.0, 1, 1, 1], "dilations of level 0 must be one whole number above 0 or 1 of them, got 2.0"),
+        (8, "dilations must be 'max', 'gradual' or an entry per level, got 8"),
     ],
 )
 def test_bad_dilations_are_named(dilations, message):
@@ -234,6 +238,11 @@ def test_bad_dilations_are_named(dilations, message):
         ({"patch_size": 8}, "patch_size must be 4 with tokenizer='conv', got 8"),
         ({"num_heads": (3, 3, 3, 3)}, "embed_dim must be divisible by num_heads, got 16 and 3"),
         ({"global_pool": "max"}, "global_pool must be 'avg' or '', got 'max'"),
+        ({"kernel_size": 0}, "kernel_size must be a whole number of at least 1, got 0"),
+        ({"kernel_size": (7, 7)}, r"kernel_size must be a whole number of at least 1, got \(7, 7\)"),
+        ({"num_classes": -1}, "num_classes must be a whole number of at least 0, got -1"),
+        ({"img_size": (64,)}, r"img_size must be one whole number above 0 or two, got \(64,\)"),
+        ({"attn_drop_rate": 1.0}, r"attn_drop must be in \[0, 1\), got 1.0"),
     ],
 )
 def test_bad_arguments_are_named(options, message):
@@ -252,7 +261,28 @@ def test_merging_orders_the_neighbours_as_swin_does():
     torch.testing.assert_close(ours(x), theirs(x))
 
 
-def test_compiles_in_one_graph():
-    model = randomize(small())
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiles_for_several_image_sizes(fullgraph):
+    torch._dynamo.reset()
+    model = randomize(small(kernel_size=3))
+    compiled = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
+    for size in ((64, 64), (96, 96), (80, 112)):
+        torch.testing.assert_close(compiled(images(*size)), model(images(*size)), rtol=1e-3, atol=1e-3)
+
+
+def test_norms_of_features_that_are_not_asked_for_are_dropped():
+    features = small(features_only=True, feature_norms=True, out_indices=(1,))
+    sum(f.square().sum() for f in features(images(64, 64))).backward()
+    assert [n for n, p in features.named_parameters() if p.grad is None] == []
+    backbone = small(feature_norms=True)
+    assert backbone.num_classes == 0
+    with pytest.raises(ValueError, match="a model with feature_norms has no classifier, got num_classes=7"):
+        backbone.reset_classifier(7)
+    with pytest.raises(ValueError, match="global_pool must be 'avg' or '', got 'max'"):
+        small().reset_classifier(3, "max")
+
+
+def test_can_be_traced():
+    model = small()
     x = images(64, 64)
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+    torch.testing.assert_close(torch.jit.trace(model, x, check_trace=False)(x), model(x))

@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import nn
 
-from fibottention import Fibottention, Longformer, Twist, na2d, patterns, sparse_attention, sparsify
+from fibottention import Fibottention, Longformer, Twist, na1d, na2d, patterns, sparse_attention, sparsify
 from fibottention.patterns import Pattern, wythoff
 from tests.models.test_neighborhood_transformer import images, randomize, small
 
@@ -64,6 +64,21 @@ def test_neighborhood_attention_with_bias_and_additional_keys():
     np.testing.assert_allclose(run(Attend(call), q, k, v, rpb, more), call(q, k, v, rpb, more).numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", [3, 8])
+def test_a_query_whose_window_is_masked_gives_zeros(kernel):
+    q = torch.randn(1, 8, 8, 2, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1, 8, 8, dtype=torch.bool)
+    mask[0, :4, :4] = False
+    if kernel == 8:
+        mask[:] = False
+
+    def call(q, mask):
+        return na2d(q, q, q, kernel, attn_mask=mask)
+
+    assert (call(q, mask) == 0).any()
+    np.testing.assert_allclose(run(Attend(call), q, mask), call(q, mask).numpy(), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["dinat_mini", "dinat_s_tiny"])
 def test_models_with_levels_smaller_than_the_window(name):
     model = randomize(small(name))
@@ -88,3 +103,7 @@ def test_what_has_no_such_form_is_named(monkeypatch):
         sparse_attention(q, q, q, empty)
     with pytest.raises(ValueError, match="fill='zero' .* cannot be exported"):
         sparse_attention(q, q, q, wythoff(4, 20), fill="zero")
+    with pytest.raises(ValueError, match="backend 'cpu' cannot be exported to ONNX"):
+        sparse_attention(q, q, q, wythoff(4, 20), backend="cpu")
+    with pytest.raises(ValueError, match="return_lse=True cannot be exported to ONNX"):
+        na1d(q, q, q, 3, return_lse=True)

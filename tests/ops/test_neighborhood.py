@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fibottention import na1d, na2d, na3d
-from fibottention.ops.neighborhood import neighborhood_attention
+from fibottention.ops.neighborhood import _natten_problem, neighborhood_attention
 from tests.patterns.test_neighborhood import keys_by_formula
 
 GOLDEN = np.load(Path(__file__).with_name("natten_golden.npz"))
@@ -239,12 +239,40 @@ def test_compiles_in_one_graph():
     )
 
 
-def test_autocast_gives_half_precision():
-    inputs = {name: t for name, t in tensors((7, 6), 2, 8, torch.float32, kernel=(3, 3)).items() if t is not None}
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiles_again_for_another_size(fullgraph):
+    torch._dynamo.reset()
+
+    def attend(x, rpb):
+        return na2d(na2d(x, x, x, 3, rpb=rpb), x, x, 3, dilation=2)
+
+    compiled = torch.compile(attend, fullgraph=fullgraph, backend="aot_eager")
+    rpb = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(0))
+    for size in ((8, 8), (9, 9), (12, 7), (13, 20)):
+        x = torch.randn(1, *size, 2, 4, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(compiled(x, rpb), attend(x, rpb))
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_autocast_gives_half_precision(return_lse):
+    inputs = tensors((7, 6), 2, 8, torch.float32, kernel=(3, 3), more=1)
+    mixed = {**inputs, "query": inputs["query"].bfloat16()}
     with torch.autocast("cpu", torch.bfloat16):
-        out = na2d(**inputs, kernel_size=3)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), na2d(**inputs, kernel_size=3), rtol=0.05, atol=0.05)
+        outputs = [na2d(**given, kernel_size=3, return_lse=return_lse) for given in (inputs, mixed)]
+    for out in outputs:
+        out = out[0] if return_lse else out
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.float(), na2d(**inputs, kernel_size=3), rtol=0.05, atol=0.05)
+
+
+def test_an_empty_batch_gives_an_empty_result():
+    inputs = {name: t[:0] for name, t in tensors((7, 6), 2, 8, torch.float32, more=2).items() if t is not None}
+    mask = torch.ones(0, 7, 6, dtype=torch.bool)
+    assert na2d(**inputs, kernel_size=3).shape == (0, 7, 6, 2, 8)
+    assert na2d(**inputs, kernel_size=3, attn_mask=mask).shape == (0, 7, 6, 2, 8)
+    out, log_sums = na2d(**inputs, kernel_size=3, return_lse=True)
+    assert (out.shape, log_sums.shape) == ((0, 7, 6, 2, 8), (0, 7, 6, 2))
+    na2d(**{name: t.requires_grad_() for name, t in inputs.items()}, kernel_size=3, attn_mask=mask).sum().backward()
 
 
 def test_dropout_is_of_the_weights():
@@ -280,7 +308,25 @@ def make(shape, dtype=torch.float32):
         ({"attn_mask": make((2, 5, 6), torch.bool)}, ValueError, "attn_mask must be of shape"),
         ({"backend": "cuda"}, ValueError, "backend must be one of auto, natten, .* got 'cuda'"),
         ({"backend": "cpu", "return_lse": True}, ValueError, "return_lse=True is served by the backend 'gather'"),
-        ({"query": make((2, 6, 6, 2, 8), torch.int64)}, TypeError, "q must be float64"),
+        (
+            dict.fromkeys(("query", "key", "value"), make((2, 6, 6, 2, 8), torch.int64)),
+            TypeError,
+            "q must be float64",
+        ),
+        ({"key": make((2, 6, 6, 2, 8), torch.float64)}, ValueError, "key must have the dtype of query"),
+        ({"value": make((2, 6, 6, 2, 8)).to("meta")}, ValueError, r"value must be on the device of query \(cpu\)"),
+        ({"query": None}, TypeError, "query must be a torch.Tensor, got NoneType"),
+        ({"attn_mask": [True]}, TypeError, "attn_mask must be a torch.Tensor, got list"),
+        (
+            {"additional_keys": make((2,)), "additional_values": make((2,))},
+            ValueError,
+            r"additional_keys must be of shape \(B, n, heads, head_dim\), got \(2,\)",
+        ),
+        (
+            dict.fromkeys(("additional_keys", "additional_values"), make((2, 1, 2, 8), torch.bfloat16)),
+            ValueError,
+            "additional_keys must have the dtype of query",
+        ),
     ],
 )
 def test_bad_arguments_are_named(change, error, message):
@@ -304,7 +350,9 @@ def natten(monkeypatch):
     module.__spec__ = types.SimpleNamespace(name="natten", origin="natten.py")
     module.na2d = attend
     monkeypatch.setitem(sys.modules, "natten", module)
-    return calls
+    _natten_problem.cache_clear()
+    yield calls
+    _natten_problem.cache_clear()
 
 
 def test_natten_gets_the_call_when_asked(natten):
@@ -333,6 +381,7 @@ def test_natten_gets_the_call_when_asked(natten):
         ({"rpb": make((2, 5, 5))}, "no relative bias"),
         ({"attn_mask": make((1, 6, 6), torch.bool)}, "no attn_mask"),
         ({"query": make((1, 6, 6, 2, 8)).requires_grad_()}, "no gradients on cpu"),
+        ({"value": make((1, 6, 6, 2, 8)).requires_grad_()}, "no gradients on cpu"),
     ],
 )
 def test_natten_is_refused_what_it_cannot_do(natten, change, message):
@@ -341,12 +390,14 @@ def test_natten_is_refused_what_it_cannot_do(natten, change, message):
         na2d(**{**good, "kernel_size": 3, "backend": "natten", **change})
 
 
-@pytest.mark.skipif("natten" in sys.modules, reason="natten is installed")
-def test_natten_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.parametrize("origin", [None, types.ModuleType("natten")])
+def test_natten_that_is_not_installed_is_named(monkeypatch, origin):
+    monkeypatch.setitem(sys.modules, "natten", origin)  # nothing, or a module without a spec
+    _natten_problem.cache_clear()
     q = make((1, 6, 6, 2, 8))
     with pytest.raises(ValueError, match="natten is not installed"):
         na2d(q, q, q, 3, backend="natten")
+    _natten_problem.cache_clear()
 
 
 def test_every_window_is_used_once_at_large_dilation():

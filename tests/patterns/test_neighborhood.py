@@ -1,11 +1,13 @@
 import itertools
+import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fibottention.patterns import neighborhood
+from fibottention.patterns import clear_neighborhood_cache, neighborhood
 
 
 def axis_by_formula(query, length, kernel, stride, dilation, causal):
@@ -109,14 +111,29 @@ def test_equal_arguments_give_the_pattern_that_is_known():
 
 def test_the_cache_forgets_the_oldest_when_it_holds_too_many_pairs(monkeypatch):
     module = neighborhood.__globals__
-    cache = module["_cache"]
-    cache.clear()
+    clear_neighborhood_cache()
+    kept = module["_recent"]._patterns
     monkeypatch.setitem(module, "_CACHED_PAIRS", 1000)
     for length in range(50, 60):
         neighborhood(1, (length,), 5)
-        assert sum(p.stored_pairs for p in cache.values()) <= 1000
+        assert sum(p.stored_pairs for p in kept.values()) == module["_recent"]._pairs <= 1000
     neighborhood(1, (1000,), 5)
-    assert len(cache) == 1
+    assert len(kept) == 1
+    clear_neighborhood_cache()
+    assert not kept
+
+
+def test_many_threads_may_ask_at_once(monkeypatch):
+    monkeypatch.setitem(neighborhood.__globals__, "_CACHED_PAIRS", 2000)
+
+    def ask(seed):
+        generator = random.Random(seed)
+        for _ in range(300):
+            grid = (generator.randint(5, 40), generator.randint(5, 40))
+            assert neighborhood(1, grid, 3).num_tokens == grid[0] * grid[1]
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(ask, range(4)))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +146,8 @@ def test_the_cache_forgets_the_oldest_when_it_holds_too_many_pairs(monkeypatch):
         (((8, 8), 3, 1, 0), "dilation must be at least 1, got 0"),
         (((8, 8), (3, 3, 3)), r"kernel_size must be a whole number or 2 of them, got \(3, 3, 3\)"),
         (((8, 8), 3.0), "kernel_size must be a whole number"),
+        (((8, 8), True), "kernel_size must be a whole number or 2 of them, got True"),
+        (((8, 8), 3, 1, 1, 5), "is_causal must be True or False or 2 of them, got 5"),
         (((8, 8, 8, 8), 3), "grid_size must have one to three axes"),
         (((), 3), "grid_size must have one to three axes"),
     ],

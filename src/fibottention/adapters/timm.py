@@ -15,6 +15,7 @@ from torch import nn
 from fibottention.adapters.timm_attention import SPARSE_CLASSES, adopt
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.ops.attention import Backend
+from fibottention.ops.eager import static_size
 from fibottention.specs import AttentionSpec, GridSize
 
 __all__ = ["LayerReport", "SparsifyReport", "sparsify"]
@@ -115,6 +116,7 @@ class SparsifyReport:
 class _Site:
     """An attention module in a model, and the tokens it sees."""
 
+    root: Any
     parent: Any
     path: str
     grid_size: GridSize
@@ -195,7 +197,32 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
             site.parent.attn = adopt(site.module, sparse)
         else:
             site.module.sparse = sparse
+    for root in {id(site.root): site.root for site in sites}.values():
+        _follow_grid(root, [sparse for site, sparse in replacements if site.root is root])
     return SparsifyReport(type(model).__name__, spec, tuple(layers))
+
+
+class _GridHook:
+    """Tells attention layers the grid of patches of the image that a patch embedding gets, which may be of any size."""
+
+    def __init__(self, layers: list[PatternAttention]) -> None:
+        self.layers = layers
+
+    def __call__(self, patch_embed: Any, inputs: tuple[Any, ...]) -> None:
+        height, width = patch_embed.dynamic_feat_size(inputs[0].shape[-2:])
+        for layer in self.layers:
+            layer.grid_size = (static_size(height), static_size(width))
+
+
+def _follow_grid(root: Any, layers: list[PatternAttention]) -> None:
+    """Let the layers of a model whose tokens are all patches of the image know their grid."""
+    if not hasattr(root.patch_embed, "dynamic_feat_size") or isinstance(root, SwinTransformer):
+        return
+    hooks = root.patch_embed._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if isinstance(hook, _GridHook)]:
+        del hooks[key]
+    if layers[0].spec.needs_grid:
+        root.patch_embed.register_forward_pre_hook(_GridHook(layers))
 
 
 def _layer_report(site: _Site, sparse: PatternAttention) -> LayerReport:
@@ -237,7 +264,7 @@ def _sites(prefix: str, root: nn.Module) -> list[_Site]:
         if _dense_name(module) is None:
             found = type(block if module is None else module).__name__
             raise ValueError(f"sparsify does not support {found}, the attention of {type(root).__name__} at {path}")
-        sites.append(_Site(block, f"{prefix}.{path}.attn".lstrip("."), grid_size, prefix_tokens, sequences))
+        sites.append(_Site(root, block, f"{prefix}.{path}.attn".lstrip("."), grid_size, prefix_tokens, sequences))
     return sites
 
 

@@ -33,6 +33,7 @@ class SparseWindowAttention(WindowAttention):
         if mask is not None:
             bias = bias + mask.unsqueeze(1)
         dropout_p = self.attn_drop.p if self.training else 0.0
+        self.sparse.grid_size = self.window_size  # set_input_size may have changed it
         x = self.sparse(q, k, v, bias=bias, scale=self.scale, dropout_p=dropout_p)
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
 

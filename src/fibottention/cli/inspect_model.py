@@ -75,7 +75,7 @@ def _make(name: str, options: dict[str, Any], image_size: tuple[int, int]) -> Ne
         torch.manual_seed(0)
         try:
             return timm.create_model(name, **{"img_size": image_size, **options})  # type: ignore
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"model {name} cannot be made: {' '.join(str(error).split())}") from error
 
 

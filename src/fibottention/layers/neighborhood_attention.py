@@ -1,14 +1,15 @@
 """Neighborhood attention layers with natten's arguments and parameter names."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fibottention.ops.eager import static_size
 from fibottention.ops.neighborhood import NeighborhoodBackend, neighborhood_attention
-from fibottention.patterns.neighborhood import per_axis
+from fibottention.patterns.neighborhood import flag_per_axis, per_axis
 
 __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "NeighborhoodAttention3D"]
 
@@ -47,9 +48,13 @@ class _NeighborhoodAttention(nn.Module):
         self.kernel_size = per_axis("kernel_size", kernel_size, self.axes)
         self.stride = per_axis("stride", stride, self.axes)
         self.dilation = per_axis("dilation", dilation, self.axes)
-        self.is_causal = tuple(map(bool, per_axis("is_causal", is_causal, self.axes)))
+        self.is_causal = flag_per_axis("is_causal", is_causal, self.axes)
         if rel_pos_bias and set(self.stride) != {1}:
             raise ValueError(f"rel_pos_bias=True needs stride=1, got {stride}")
+        if not 0.0 <= attn_drop < 1.0:
+            raise ValueError(f"attn_drop must be in [0, 1), got {attn_drop}")
+        if backend not in get_args(NeighborhoodBackend):
+            raise ValueError(f"backend must be one of {', '.join(get_args(NeighborhoodBackend))}, got {backend!r}")
         self.backend: NeighborhoodBackend = backend
         self.qkv = nn.Linear(embed_dim, embed_dim * 3, bias=qkv_bias, **factory)
         self.rpb: nn.Parameter | None = None
@@ -72,7 +77,7 @@ class _NeighborhoodAttention(nn.Module):
         """
         if x.ndim != self.axes + 2:
             raise ValueError(f"x must have {self.axes + 2} axes, (B, *grid, embed_dim), got shape {tuple(x.shape)}")
-        grid = x.shape[1:-1]
+        grid = tuple(map(static_size, x.shape[1:-1]))
         missing = [max(0, k * d - n) for n, k, d in zip(grid, self.kernel_size, self.dilation, strict=True)]
         if any(missing):
             x = F.pad(x, (0, 0, *(amount for axis in reversed(missing) for amount in (0, axis))))
@@ -136,7 +141,8 @@ class NeighborhoodAttention2D(_NeighborhoodAttention):
         dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: If ``embed_dim`` is not divisible by ``num_heads``, or ``rel_pos_bias`` is set with a stride.
+        ValueError: If ``embed_dim`` is not divisible by ``num_heads``, ``rel_pos_bias`` is set with a stride, or a
+            number is out of range.
     """
 
     axes = 2

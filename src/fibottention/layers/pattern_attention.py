@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from fibottention.ops.arguments import table_by_pair
 from fibottention.ops.attention import Backend, sparse_attention
 from fibottention.ops.constants import pair_indices
+from fibottention.ops.eager import static_size
 from fibottention.patterns.pattern import Pattern
 from fibottention.specs import AttentionSpec, GridSize
 
@@ -24,7 +25,7 @@ class PatternAttention(nn.Module):
         prefix_tokens: Number of prefix tokens (CLS, registers) at the start of the sequence.
         layer: Index of the layer in its model, from 0.
         backend: As in `fibottention.sparse_attention`.
-        grid_size: Height and width of the grid of patch tokens; other token counts are taken for squares.
+        grid_size: Height and width of the grid of patch tokens, for specs that need it; a square if None.
         device: Device of the parameter.
         dtype: Dtype of the parameter.
     """
@@ -51,7 +52,7 @@ class PatternAttention(nn.Module):
         self.rpb: nn.Parameter | None = None
         if spec.bias_size:
             self.rpb = nn.Parameter(torch.zeros(num_heads, spec.bias_size, device=device, dtype=dtype))
-        self._patterns: dict[int, Pattern] = {}
+        self._patterns: dict[tuple[int, GridSize | None], Pattern] = {}
 
     def pattern(self, sequence_length: int) -> Pattern:
         """The pattern for a sequence of this many tokens, prefix tokens included.
@@ -59,13 +60,14 @@ class PatternAttention(nn.Module):
         Raises:
             ValueError: If there is no patch token beside the prefix tokens.
         """
-        self._build_pattern(sequence_length)
-        return self._patterns[sequence_length]
+        length = static_size(sequence_length)
+        self._build_pattern(length)
+        return self._patterns[length, self.grid_size]
 
     # torch.compile cannot trace the making of a pattern, which for its purposes is a constant.
     @torch.compiler.assume_constant_result
     def _build_pattern(self, sequence_length: int) -> None:
-        if sequence_length in self._patterns:
+        if (sequence_length, self.grid_size) in self._patterns:
             return
         if sequence_length <= self.prefix_tokens:
             raise ValueError(
@@ -73,7 +75,12 @@ class PatternAttention(nn.Module):
             )
         num_tokens = sequence_length - self.prefix_tokens
         is_known = self.grid_size is not None and self.grid_size[0] * self.grid_size[1] == num_tokens
-        self._patterns[sequence_length] = self.spec.pattern(
+        if self.spec.needs_grid and self.grid_size is not None and not is_known:
+            raise ValueError(
+                f"{self.spec.name} needs the grid of the tokens: the sequence has {num_tokens} patch tokens, but the "
+                f"grid is {self.grid_size[0]} x {self.grid_size[1]}"
+            )
+        self._patterns[sequence_length, self.grid_size] = self.spec.pattern(
             self.num_heads,
             num_tokens,
             prefix_tokens=self.prefix_tokens,

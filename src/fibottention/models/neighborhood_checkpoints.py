@@ -49,9 +49,18 @@ def convert_checkpoint(state_dict: Mapping[str, Any], model: NeighborhoodTransfo
     Args:
         state_dict: Weights, or a mapping that holds them under ``"model"`` or ``"state_dict"``.
         model: The model that they are for.
+
+    Raises:
+        ValueError: If it holds other things than tensors.
     """
     for wrapper in ("model", "state_dict"):
         state_dict = state_dict.get(wrapper, state_dict)
+    strange = [name for name, weight in state_dict.items() if not isinstance(weight, Tensor)]
+    if strange:
+        raise ValueError(
+            f"the checkpoint must hold tensors by name, but {strange[0]!r} is none; pass the part that does"
+        )
+    state_dict = {name.removeprefix("module."): weight for name, weight in state_dict.items()}
     if any(name.startswith("backbone.") for name in state_dict):
         # A whole detector: its other parts are of no use here.
         state_dict = {n.removeprefix("backbone."): w for n, w in state_dict.items() if n.startswith("backbone.")}
@@ -81,18 +90,20 @@ def _from_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name.endswith("layer_scale_parameters"):
             base = name.removesuffix("layer_scale_parameters")
             converted[base + "gamma1"], converted[base + "gamma2"] = weight.unbind(0)
-        elif ".attention.self.query." in name:
-            parts = [weights[_like(name, weights, part)] for part in _QKV]
-            converted[name.replace("attention.self.query", "attn.qkv")] = torch.cat(parts)
-        elif ".attention.self." not in name:
+        elif (match := re.search(r"\.attention\.self\.(query|key|value)\.", name)) is not None:
+            others = [_in_transformers(name).replace(f".{match[1]}.", f".{part}.") for part in _QKV]
+            if not all(other in weights for other in others):
+                converted[name] = weight  # to be named as one that does not fit
+            elif match[1] == "query":
+                converted[name.replace("attention.self.query", "attn.qkv")] = torch.cat([weights[o] for o in others])
+        else:
             converted[name] = weight
     return converted
 
 
-def _like(name: str, weights: Mapping[str, Tensor], part: str) -> str:
-    """Name in transformers' layout of the query, key or value that belongs to a renamed query."""
-    original = "encoder." + re.sub(r"^levels\.(\d+)\.blocks\.", r"levels.\1.layers.", name)
-    return original.replace(".query.", f".{part}.")
+def _in_transformers(name: str) -> str:
+    """Name of an encoder's weight in transformers' layout, from its new name."""
+    return "encoder." + re.sub(r"^levels\.(\d+)\.blocks\.", r"levels.\1.layers.", name)
 
 
 def to_transformers(model: NeighborhoodTransformer) -> dict[str, Tensor]:

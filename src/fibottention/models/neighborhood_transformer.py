@@ -184,6 +184,13 @@ class Level(nn.Module):
         return self.blocks(x)
 
 
+def _height_and_width(name: str, size: int | Sequence[int]) -> tuple[int, int]:
+    numbers = (size, size) if isinstance(size, int) else tuple(size) if isinstance(size, Sequence) else ()
+    if len(numbers) != 2 or not all(isinstance(n, int) and n > 0 for n in numbers):
+        raise ValueError(f"{name} must be one whole number above 0 or two, got {size!r}")
+    return numbers[0], numbers[1]
+
+
 class NeighborhoodTransformer(nn.Module):
     """A transformer of neighborhood attention layers for images of any size.
 
@@ -209,7 +216,7 @@ class NeighborhoodTransformer(nn.Module):
         attn_drop_rate: Dropout probability of the attention weights.
         drop_path_rate: Largest stochastic depth probability; it grows linearly over the layers.
         feature_norms: A LayerNorm for the output of each level in place of the final one and the classifier, as in the
-            published detection and segmentation backbones.
+            published detection and segmentation backbones; ``num_classes`` is 0 then.
         img_size: Size of images in pixels, from which ``"max"`` and ``"gradual"`` dilations are derived; the model
             takes any size whatever it is.
         backend: As in `fibottention.na2d`.
@@ -248,13 +255,19 @@ class NeighborhoodTransformer(nn.Module):
             raise ValueError(f"tokenizer must be 'conv' or 'patch', got {tokenizer!r}")
         if tokenizer == "conv" and patch_size != 4:
             raise ValueError(f"patch_size must be 4 with tokenizer='conv', got {patch_size}")
-        if global_pool not in ("avg", ""):
-            raise ValueError(f"global_pool must be 'avg' or '', got {global_pool!r}")
+        for name, number, least in (
+            ("kernel_size", kernel_size, 1),
+            ("patch_size", patch_size, 1),
+            ("num_classes", num_classes, 0),
+        ):
+            if not isinstance(number, int) or number < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {number!r}")
+        self._check_pool(global_pool)
         self.in_chans = in_chans
-        self.num_classes = num_classes
+        self.num_classes = 0 if feature_norms else num_classes
         self.global_pool = global_pool
         self.kernel_size = kernel_size
-        self.img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+        self.img_size = _height_and_width("img_size", img_size)
         dims = [embed_dim * 2**level for level in range(len(depths))]
         self.num_features = self.head_hidden_size = dims[-1]
         if tokenizer == "conv":
@@ -290,7 +303,7 @@ class NeighborhoodTransformer(nn.Module):
                 self.add_module(f"norm{level}", nn.LayerNorm(dim))
         self.norm = nn.Identity() if feature_norms else nn.LayerNorm(self.num_features)
         self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(self.num_features, num_classes) if num_classes and not feature_norms else nn.Identity()
+        self.head = nn.Linear(self.num_features, self.num_classes) if self.num_classes else nn.Identity()
         self.apply(self._init_weights)
         self.set_dilations(dilations)
 
@@ -300,6 +313,11 @@ class NeighborhoodTransformer(nn.Module):
             trunc_normal_(module.weight, std=0.02)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+    @staticmethod
+    def _check_pool(global_pool: str) -> None:
+        if global_pool not in ("avg", ""):
+            raise ValueError(f"global_pool must be 'avg' or '', got {global_pool!r}")
 
     @property
     def dilations(self) -> list[list[int]]:
@@ -315,8 +333,7 @@ class NeighborhoodTransformer(nn.Module):
         Args:
             image_size: Size of the image in pixels, one number or height and width; the model's ``img_size`` if None.
         """
-        size = self.img_size if image_size is None else image_size
-        height, width = (size, size) if isinstance(size, int) else size
+        height, width = self.img_size if image_size is None else _height_and_width("image_size", image_size)
         strides = [info["reduction"] for info in self.feature_info]
         return [(-(-height // stride), -(-width // stride)) for stride in strides]
 
@@ -346,13 +363,19 @@ class NeighborhoodTransformer(nn.Module):
         else:
             if image_size is not None:
                 raise ValueError("image_size is for dilations='max' and 'gradual' only")
+            if not isinstance(dilations, Sequence | None):
+                raise ValueError(f"dilations must be 'max', 'gradual' or an entry per level, got {dilations!r}")
             entries = [1] * len(depths) if dilations is None else list(dilations)
             if len(entries) != len(depths):
                 raise ValueError(f"dilations must have {len(depths)} entries, one per level, got {len(entries)}")
             for level, (entry, depth) in enumerate(zip(entries, depths, strict=True)):
-                of_level = level_dilations(depth, entry) if isinstance(entry, int) else list(entry)
-                if len(of_level) != depth or not all(isinstance(d, int) and d > 0 for d in of_level):
-                    raise ValueError(f"dilations of level {level} must be {depth} numbers above 0, got {entry}")
+                given = [entry] if isinstance(entry, int) else list(entry) if isinstance(entry, Sequence) else []
+                of_level = level_dilations(depth, entry) if isinstance(entry, int) else given
+                whole = all(isinstance(d, int) and not isinstance(d, bool) and d > 0 for d in given)
+                if not given or not whole or len(of_level) != depth:
+                    raise ValueError(
+                        f"dilations of level {level} must be one whole number above 0 or {depth} of them, got {entry!r}"
+                    )
                 wanted.append(of_level)
         for level, of_level in zip(self._levels(), wanted, strict=True):
             for block, dilation in zip(level.blocks, of_level, strict=True):
@@ -414,6 +437,10 @@ class NeighborhoodTransformer(nn.Module):
         taken, last = feature_take_indices(len(self.levels), indices)
         if prune_norm or last < len(self.levels) - 1:
             self.norm = nn.Identity()
+        if self.feature_norms:
+            for level in range(len(self.levels)):
+                if level not in taken:
+                    setattr(self, f"norm{level}", nn.Identity())
         self.levels = self.levels[: last + 1]
         self._levels()[-1].downsample = nn.Identity()
         self.num_features = self.head_hidden_size = self.feature_info[last]["num_chs"]
@@ -450,8 +477,12 @@ class NeighborhoodTransformer(nn.Module):
             num_classes: Classes; 0 for features.
             global_pool: ``"avg"`` or ``""``; as it is if None.
         """
+        if num_classes and self.feature_norms:
+            raise ValueError(f"a model with feature_norms has no classifier, got num_classes={num_classes}")
+        if global_pool is not None:
+            self._check_pool(global_pool)
+            self.global_pool = global_pool
         self.num_classes = num_classes
-        self.global_pool = self.global_pool if global_pool is None else global_pool
         parameter = next(self.parameters())
         factory: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
         self.head = nn.Linear(self.num_features, num_classes, **factory) if num_classes else nn.Identity()
@@ -469,7 +500,7 @@ class NeighborhoodTransformer(nn.Module):
             if coarse
             else [
                 (r"^levels\.(\d+)\.blocks\.(\d+)", None),
-                (r"^levels\.(\d+)\.downsample", (0,)),
+                (r"^levels\.(\d+)\.downsample", (99998,)),  # after the blocks of its level
                 (r"^norm", (99999,)),
             ]
         )

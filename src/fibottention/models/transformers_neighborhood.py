@@ -42,6 +42,8 @@ class NatConfig(DinatConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Set what follows from the fields."""
+        if self.dilations is not None and any(d != 1 for level in self.dilations for d in level):
+            raise ValueError(f"NAT has no dilations but 1, got {self.dilations}; model_type 'dinat' has")
         self.dilations = [[1] * depth for depth in self.depths]
         super().__post_init__(**kwargs)
 

@@ -166,5 +166,5 @@ def check_arguments(
 
 
 def _check_batch(bias: Tensor, q: Tensor) -> None:
-    if not bias.shape[0] or q.shape[0] % bias.shape[0]:
+    if bias.shape[0] != q.shape[0] and (not bias.shape[0] or q.shape[0] % bias.shape[0]):
         raise ValueError(f"the batch of bias must divide the batch of q ({q.shape[0]}), got {bias.shape[0]}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fibottention.ops import cpu, gather, reference, sdpa, triton
 from fibottention.ops.arguments import AttentionCall, WeightTransform, check_arguments
+from fibottention.ops.eager import cast_for_autocast
 from fibottention.ops.kernel import missing
 from fibottention.patterns.pattern import Pattern
 
@@ -140,9 +141,7 @@ def sparse_attention(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = cast_for_autocast(q, k, v)
     check_arguments(q, k, v, pattern, bias, fill, transform, dropout_p, scale)
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     call = AttentionCall(q, k, v, pattern, bias, scale, fill == "zero", transform, dropout_p, return_weights)
@@ -178,10 +177,12 @@ def _choose(call: AttentionCall, backend: str) -> BackendChoice:
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
     if backend in _UNSUPPORTED and (lacking := _UNSUPPORTED[backend](call)):
         raise ValueError(f"backend {backend!r} cannot serve this call: {lacking}; use 'gather' or 'auto'")
+    if torch.onnx.is_in_onnx_export():
+        if backend not in ("auto", "gather"):
+            raise ValueError(f"backend {backend!r} cannot be exported to ONNX; use 'gather' or 'auto'")
+        return BackendChoice("gather", "ONNX knows no other form")
     if backend != "auto":
         return BackendChoice(backend, "asked for by name")
-    if torch.onnx.is_in_onnx_export():
-        return BackendChoice("gather", "ONNX knows no other form")
     density, no_sdpa = call.pattern.density(), sdpa.unsupported(call)
     sparse, crossover = _sparse_backend(call)
     if density < crossover:

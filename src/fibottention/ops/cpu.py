@@ -330,7 +330,9 @@ def _derive(ctx: Any, grad_out: Any, grad_probabilities: Any, grad_weights: Any,
         grad_bias = _bucket_sums(grad_scores, pattern.key)
     elif ctx.needs_input_grad[3]:
         images = ctx.bias_shape[0]
-        grad_bias = grad_scores.unflatten(0, (q.shape[0] // images, images)).sum(0)
+        grad_bias = grad_scores
+        if images != q.shape[0]:
+            grad_bias = grad_scores.unflatten(0, (q.shape[0] // images, images)).sum(0)
     return (
         grad_q if needed[0] else None,
         grad_k if needed[1] else None,

@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-__all__ = ["full_precision", "is_plain", "refuse_forward_mode", "refuse_second_derivative"]
+__all__ = [
+    "cast_for_autocast",
+    "full_precision",
+    "is_plain",
+    "refuse_forward_mode",
+    "refuse_second_derivative",
+    "static_size",
+]
 
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
@@ -24,6 +31,19 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and not torch.jit.is_tracing()
     )
+
+
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in the dtype of autocast, where it is on for them, as PyTorch's own attention casts them."""
+    device, dtype = tensors[0].device.type, tensors[0].dtype
+    if device == "meta" or dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype(device)) for t in tensors)
+
+
+def static_size(size: int) -> int:
+    """A size as a plain number: in a graph that is compiled, a constant, for which it is compiled anew."""
+    return len(range(size)) if torch.compiler.is_compiling() else int(size)
 
 
 def refuse_second_derivative(backend: str) -> None:

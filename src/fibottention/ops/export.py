@@ -50,5 +50,9 @@ def attention(call: AttentionCall) -> Tensor:
 
 
 def _weights(call: AttentionCall, scores: Tensor) -> Tensor:
-    weights = scores.softmax(-1)
+    if call.bias is None:
+        weights = scores.softmax(-1)
+    else:  # where the bias masks a whole row, it has no weights, where softmax gives NaN
+        dead = scores.isneginf().all(-1, keepdim=True)
+        weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
     return call.dropout(weights if call.transform is None else call.transform(weights))

@@ -1,11 +1,12 @@
 """Neighborhood attention on grids of one to three axes, with the shapes and arguments of natten."""
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import types
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from torch import Tensor
 from fibottention.ops.arguments import AttentionCall, check_arguments, table_by_pair
 from fibottention.ops.attention import sparse_attention
 from fibottention.ops.constants import pair_indices
+from fibottention.ops.eager import cast_for_autocast, static_size
 from fibottention.ops.gather import attention_and_log_sum
-from fibottention.patterns.neighborhood import neighborhood, per_axis
+from fibottention.patterns.neighborhood import flag_per_axis, neighborhood, per_axis
 from fibottention.patterns.pattern import Pattern
 
 __all__ = [
@@ -50,7 +52,7 @@ class Window(NamedTuple):
             per_axis("kernel_size", kernel_size, axes),
             per_axis("stride", stride, axes),
             per_axis("dilation", dilation, axes),
-            tuple(map(bool, per_axis("is_causal", is_causal, axes))),
+            flag_per_axis("is_causal", is_causal, axes),
         )
 
 
@@ -62,18 +64,31 @@ def neighborhood_pattern(
     num_heads: int, grid: tuple[int, ...], window: Window, relation: bool, prefix_tokens: int
 ) -> Pattern:
     """The pattern of a call; while a graph is compiled, as one of its constants."""
+    grid = tuple(map(static_size, grid))
     if not torch.compiler.is_compiling():
         return neighborhood(num_heads, grid, *window, relation=relation, prefix_tokens=prefix_tokens)
-    name = "_".join(map(str, (num_heads, grid, *window, relation, prefix_tokens)))
-    _make_for_graph(name, num_heads, grid, *window, relation, prefix_tokens)
-    return getattr(_for_graphs, name)
+    flat = (*grid, *window.kernel_size, *window.stride, *window.dilation, *window.is_causal)
+    return getattr(_for_graphs, _make_for_graph(num_heads, len(grid), relation, prefix_tokens, *flat))
 
 
-# torch.compile cannot trace the making of a pattern, which for its purposes is a constant.
+# torch.compile cannot trace the making of a pattern, which for its purposes is a constant. Numbers and a name are what
+# such a function may take and give.
 @torch.compiler.assume_constant_result
-def _make_for_graph(name: str, *arguments: Any) -> None:
-    *places, relation, prefix_tokens = arguments
-    setattr(_for_graphs, name, neighborhood(*places, relation=relation, prefix_tokens=prefix_tokens))
+def _make_for_graph(num_heads: int, axes: int, relation: bool, prefix_tokens: int, *flat: int) -> str:
+    grid, kernel_size, stride, dilation, is_causal = (flat[i : i + axes] for i in range(0, len(flat), axes))
+    name = "_".join(map(str, (num_heads, relation, prefix_tokens, *flat)))
+    pattern = neighborhood(
+        num_heads,
+        grid,
+        kernel_size,
+        stride,
+        dilation,
+        tuple(map(bool, is_causal)),
+        relation=relation,
+        prefix_tokens=prefix_tokens,
+    )
+    setattr(_for_graphs, name, pattern)
+    return name
 
 
 def neighborhood_attention(
@@ -98,13 +113,17 @@ def neighborhood_attention(
 
     Takes the number of axes and the arguments of `na2d`, and ``dropout_p``, the dropout probability of the weights.
     """
-    _check_shapes(axes, query, key, value, additional_keys, additional_values, attn_mask)
+    _check_tensors(axes, query, key, value, additional_keys, additional_values, attn_mask)
+    query, key, value = cast_for_autocast(query, key, value)
+    if additional_keys is not None and additional_values is not None:
+        additional_keys, additional_values = additional_keys.to(query.dtype), additional_values.to(query.dtype)
     window = Window.of(axes, kernel_size, stride, dilation, is_causal)
     _check_table(rpb, query.shape[-2], window)
     if backend not in get_args(NeighborhoodBackend):
         raise ValueError(f"backend must be one of {', '.join(get_args(NeighborhoodBackend))}, got {backend!r}")
     if backend == "natten" or (backend == "auto" and query.device.type == "cuda"):
-        lacking = _natten_lacks(query, rpb, attn_mask, dropout_p)
+        tensors = (query, key, value, additional_keys, additional_values)
+        lacking = _natten_lacks(tensors, rpb, attn_mask, dropout_p)
         if backend == "natten" and lacking:
             raise ValueError(f"backend 'natten' cannot serve this call: {lacking}; use 'auto'")
         if backend == "natten" or (lacking is None and _natten_is_faster(query, value)):
@@ -168,12 +187,14 @@ def _with_log_sums(
 ) -> tuple[Tensor, Tensor]:
     if backend not in ("auto", "gather"):
         raise ValueError(f"return_lse=True is served by the backend 'gather' (or natten on CUDA), got {backend!r}")
+    if torch.onnx.is_in_onnx_export():
+        raise ValueError("return_lse=True cannot be exported to ONNX")
     check_arguments(q, k, v, pattern, bias, "-inf", None, dropout_p, scale)
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     return attention_and_log_sum(AttentionCall(q, k, v, pattern, bias, scale, False, None, dropout_p, False))
 
 
-def _check_shapes(
+def _check_tensors(
     axes: int,
     query: Tensor,
     key: Tensor,
@@ -182,6 +203,23 @@ def _check_shapes(
     additional_values: Tensor | None,
     attn_mask: Tensor | None,
 ) -> None:
+    given = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "additional_keys": additional_keys,
+        "additional_values": additional_values,
+        "attn_mask": attn_mask,
+    }
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) and (tensor is not None or name in ("query", "key", "value")):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor is None:
+            continue
+        if tensor.device != query.device:
+            raise ValueError(f"{name} must be on the device of query ({query.device}), got {tensor.device}")
+        if name != "attn_mask" and tensor.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise ValueError(f"{name} must have the dtype of query ({query.dtype}), got {tensor.dtype}")
     names = "B, " + ", ".join("DHW"[-axes:] if axes > 1 else "N")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != axes + 3:
@@ -202,6 +240,10 @@ def _check_shapes(
     if (additional_keys is None) != (additional_values is None):
         raise ValueError("additional_keys and additional_values must be given together")
     if additional_keys is not None and additional_values is not None:
+        if additional_keys.ndim != 4:
+            raise ValueError(
+                f"additional_keys must be of shape (B, n, heads, head_dim), got {tuple(additional_keys.shape)}"
+            )
         wanted = (query.shape[0], additional_keys.shape[1])
         for name, tensor, like in (("keys", additional_keys, key), ("values", additional_values, value)):
             if tuple(tensor.shape) != (*wanted, *like.shape[-2:]):
@@ -226,14 +268,29 @@ def _check_table(rpb: Tensor | None, heads: int, window: Window) -> None:
         raise ValueError(f"rpb must be of shape (heads, 2 * kernel_size - 1, ...) = {wanted}, got {tuple(rpb.shape)}")
 
 
-def _natten_lacks(query: Tensor, rpb: Tensor | None, attn_mask: Tensor | None, dropout_p: float) -> str | None:
-    """Why natten cannot serve a call, or None."""
-    spec = importlib.util.find_spec("natten")
+@functools.cache
+def _natten_problem() -> str | None:
+    """Why natten cannot be used at all, or None."""
+    try:
+        spec = importlib.util.find_spec("natten")
+    except ValueError:  # a module without a spec has taken its name
+        spec = None
     # A folder that happens to have the name has no origin, and fibottention.compat.natten another name.
     if spec is None or spec.origin is None or spec.name != "natten":
         return "natten is not installed"
     if "stride" not in inspect.signature(importlib.import_module("natten").na2d).parameters:
         return "natten is older than 0.20"
+    return None
+
+
+def _natten_lacks(
+    tensors: Sequence[Tensor | None], rpb: Tensor | None, attn_mask: Tensor | None, dropout_p: float
+) -> str | None:
+    """Why natten cannot serve a call, or None."""
+    query = tensors[0]
+    assert query is not None
+    if (problem := _natten_problem()) is not None:
+        return problem
     if rpb is not None:
         return "it has no relative bias (rpb)"
     if attn_mask is not None:
@@ -242,7 +299,8 @@ def _natten_lacks(query: Tensor, rpb: Tensor | None, attn_mask: Tensor | None, d
         return "it has no dropout"
     if query.dtype == torch.float64:
         return "it has no float64"
-    if query.device.type != "cuda" and torch.is_grad_enabled() and query.requires_grad:
+    with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if query.device.type != "cuda" and with_gradient:
         return f"it has no gradients on {query.device.type}"
     return None
 
@@ -355,7 +413,8 @@ def na2d(
         additional_keys: ``(B, n, key heads, head_dim)`` that every query attends to as well.
         additional_values: ``(B, n, key heads, value_dim)``.
         attn_mask: Boolean ``(B or 1, H, W)``, False for keys that no query sees. A query that sees no key gives zeros.
-        return_lse: Also return the log-sum-exp of the scores, ``(B, H, W, heads)``, differentiable as well.
+        return_lse: Also return the log-sum-exp of the scores, ``(B, H, W, heads)``, differentiable as well. It is
+            computed by the backend ``"gather"``, which is an order of magnitude slower on the CPU.
         backend: As in `fibottention.sparse_attention`, or ``"natten"``; ``"auto"`` takes natten on CUDA where it is
             installed with its kernels and has what the call asks for.
 

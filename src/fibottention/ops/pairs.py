@@ -94,13 +94,13 @@ def pair_dot(a: Tensor, b: Tensor, pattern: str) -> Tensor:
     dtype = sum_dtype(a)
     left, right = _flat(a, known), _flat(b, known)
     out = new_pairs(a, known)
-    flat = out.view(left.shape[0], -1)
+    flat = out.view(left.shape[0], known.stored_pairs)
     for block in row_blocks(known, a.device):
         for chunk in _chunks(block, left.shape[0] * a.shape[-1]):
             query = _take(left, chunk.rows).to(dtype)
             key = _take(right, chunk.others).to(dtype)
             dots = torch.matmul(key, query.unsqueeze(-1))
-            flat.index_copy_(1, chunk.pairs.reshape(-1), dots.view(left.shape[0], -1))
+            flat.index_copy_(1, chunk.pairs.reshape(-1), dots.view(left.shape[0], chunk.pairs.numel()))
     return out
 
 

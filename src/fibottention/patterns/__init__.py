@@ -5,7 +5,7 @@ In every factory ``num_tokens`` counts the patch tokens; prefix tokens (CLS, reg
 
 from fibottention.patterns.blocks import axial, bigbird, fixed, random, strided
 from fibottention.patterns.fibonacci import fibonacci, offsets, wythoff
-from fibottention.patterns.neighborhood import neighborhood
+from fibottention.patterns.neighborhood import clear_neighborhood_cache, neighborhood
 from fibottention.patterns.pattern import Pattern, SparseRows
 from fibottention.patterns.windows import dense, dilated_window, exponential, longformer, sliding_window
 
@@ -14,6 +14,7 @@ __all__ = [
     "SparseRows",
     "axial",
     "bigbird",
+    "clear_neighborhood_cache",
     "dense",
     "dilated_window",
     "exponential",

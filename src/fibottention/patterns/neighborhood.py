@@ -1,5 +1,6 @@
 """Neighborhood attention: each query sees the tokens around it on a grid of one to three axes."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,12 +10,50 @@ from numpy.typing import NDArray
 
 from fibottention.patterns.pattern import Int64Array, Pattern, check_sizes
 
-__all__ = ["neighborhood", "per_axis"]
+__all__ = ["clear_neighborhood_cache", "flag_per_axis", "neighborhood", "per_axis"]
 
-# Pairs of all patterns that are kept for the next call, however many there are.
-_CACHED_PAIRS = 2**25
+# Pairs of all patterns that are kept for the next call. A pair takes about 40 bytes for the CPU kernel, and three times
+# as much once the backend `gather` has used it.
+_CACHED_PAIRS = 2**23
 
-_cache: OrderedDict[tuple[object, ...], Pattern] = OrderedDict()
+
+class _Recent:
+    """The patterns that were asked for last, up to a number of pairs in all."""
+
+    def __init__(self) -> None:
+        self._patterns: OrderedDict[tuple[object, ...], Pattern] = OrderedDict()
+        self._pairs = 0
+        self._lock = threading.Lock()
+
+    def get(self, arguments: tuple[object, ...]) -> Pattern | None:
+        with self._lock:
+            if (known := self._patterns.get(arguments)) is not None:
+                self._patterns.move_to_end(arguments)
+            return known
+
+    def put(self, arguments: tuple[object, ...], pattern: Pattern) -> None:
+        with self._lock:
+            if self._patterns.setdefault(arguments, pattern) is not pattern:
+                return
+            self._pairs += pattern.stored_pairs
+            while len(self._patterns) > 1 and self._pairs > _CACHED_PAIRS:
+                self._pairs -= self._patterns.popitem(last=False)[1].stored_pairs
+
+    def clear(self) -> None:
+        with self._lock:
+            self._patterns.clear()
+            self._pairs = 0
+
+
+_recent = _Recent()
+
+
+def clear_neighborhood_cache() -> None:
+    """Forget the patterns that `neighborhood` keeps for the next call, and the memory that they hold.
+
+    They are kept up to 8 million pairs in all; larger ones one at a time.
+    """
+    _recent.clear()
 
 
 class _Axis(NamedTuple):
@@ -31,18 +70,32 @@ class _Axis(NamedTuple):
     relation: Int64Array
 
 
-def per_axis(name: str, value: int | bool | Sequence[int | bool], axes: int) -> tuple[int, ...]:
+def per_axis(name: str, value: int | Sequence[int], axes: int) -> tuple[int, ...]:
     """One number per axis, from a number for all or a sequence.
 
     Raises:
-        ValueError: If it is neither a number nor a sequence of ``axes`` numbers.
+        ValueError: If it is neither a number above 0 nor a sequence of ``axes`` of them.
     """
-    if type(value) is int:
+    if type(value) is int and value > 0:
         return (value,) * axes
     values = tuple(value) if isinstance(value, Sequence) else (value,) * axes
-    if len(values) != axes or not all(isinstance(v, int | np.integer) for v in values):
+    if len(values) != axes or not all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in values):
         raise ValueError(f"{name} must be a whole number or {axes} of them, got {value!r}")
+    if min(values) < 1:
+        raise ValueError(f"{name} must be at least 1, got {value!r}")
     return tuple(int(v) for v in values)
+
+
+def flag_per_axis(name: str, value: bool | Sequence[bool], axes: int) -> tuple[bool, ...]:
+    """True or False per axis, from one for all or a sequence.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * axes
+    if len(values) != axes or not all(isinstance(v, bool | np.bool_) for v in values):
+        raise ValueError(f"{name} must be True or False or {axes} of them, got {value!r}")
+    return tuple(bool(v) for v in values)
 
 
 def neighborhood(
@@ -59,8 +112,9 @@ def neighborhood(
     """Each query sees a window of ``kernel_size`` tokens around it, ``dilation`` apart, on a grid.
 
     A window that would leave the grid is shifted back into it, so that every query has the same number of keys, unless
-    the axis is causal. Prefix tokens see and are seen by all tokens. Sources: Hassani et al., arXiv 2204.07143
-    (NA) and arXiv 2209.15001 (DiNA); ``stride`` and ``is_causal`` as in natten 0.21.
+    the axis is causal. Prefix tokens see and are seen by all tokens. The patterns asked for last are kept in memory:
+    see `clear_neighborhood_cache`. Sources: Hassani et al., arXiv 2204.07143 (NA) and arXiv 2209.15001 (DiNA);
+    ``stride`` and ``is_causal`` as in natten 0.21.
 
     Args:
         num_heads: Number of heads.
@@ -83,26 +137,20 @@ def neighborhood(
     kernels = per_axis("kernel_size", kernel_size, axes)
     strides = per_axis("stride", stride, axes)
     dilations = per_axis("dilation", dilation, axes)
-    causal = per_axis("is_causal", is_causal, axes)
+    causal = flag_per_axis("is_causal", is_causal, axes)
     arguments = (num_heads, grid, kernels, strides, dilations, causal, relation, prefix_tokens)
-    if (known := _cache.get(arguments)) is not None:
-        _cache.move_to_end(arguments)
+    if (known := _recent.get(arguments)) is not None:
         return known
     check_sizes(num_heads, int(np.prod(grid)), prefix_tokens)
     if relation and set(strides) != {1}:
         raise ValueError(f"a relative bias needs stride=1, got {stride}")
     windows = [_windows(*of_axis) for of_axis in zip(grid, kernels, strides, dilations, causal, strict=True)]
     pattern = _product(num_heads, grid, kernels, windows, relation, prefix_tokens)
-    _cache[arguments] = pattern
-    while len(_cache) > 1 and sum(kept.stored_pairs for kept in _cache.values()) > _CACHED_PAIRS:
-        _cache.popitem(last=False)
+    _recent.put(arguments, pattern)
     return pattern
 
 
-def _windows(length: int, kernel: int, stride: int, dilation: int, causal: int) -> _Axis:
-    for name, value in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+def _windows(length: int, kernel: int, stride: int, dilation: int, causal: bool) -> _Axis:
     if stride > kernel:
         raise ValueError(f"stride must be at most kernel_size ({kernel}), got {stride}")
     if kernel * dilation > length:

@@ -96,7 +96,43 @@ class NeighborhoodAttention2D(_OldArguments, layers.NeighborhoodAttention2D):
 
 
 class NeighborhoodAttention3D(_OldArguments, layers.NeighborhoodAttention3D):
-    """Neighborhood attention on volumes ``(B, D, H, W, dim)``, with the arguments of natten up to 0.17."""
+    """Neighborhood attention on volumes ``(B, D, H, W, dim)``, with the arguments of natten up to 0.17.
+
+    What follows ``kernel_size`` goes by name: 0.15 had other arguments there than 0.17.
+
+    Args:
+        dim: Size of the token embeddings.
+        num_heads: Number of heads.
+        kernel_size: Keys along each axis.
+        kernel_size_d: Keys along the depth (0.15); as along the others if None.
+        dilation: Step between keys; 1 if None.
+        dilation_d: Step between keys along the depth (0.15); as along the others if None.
+        **options: As for the other layers.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        kernel_size: int | Sequence[int],
+        *,
+        kernel_size_d: int | None = None,
+        dilation: int | Sequence[int] | None = 1,
+        dilation_d: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            dim, num_heads, _with_depth(kernel_size, kernel_size_d), _with_depth(dilation, dilation_d), **options
+        )
+
+
+def _with_depth(value: int | Sequence[int] | None, depth: int | None) -> Any:
+    """One number per axis, where the depth has its own."""
+    if depth is None:
+        return value
+    if not isinstance(value, int | None):
+        raise ValueError(f"with a number of its own for the depth there must be one for height and width, got {value}")
+    return (depth, value or 1, value or 1)
 
 
 def has_natten() -> bool:

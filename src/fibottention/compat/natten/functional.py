@@ -67,11 +67,12 @@ def _scores(
         if bias.ndim != axes + 1 or bias.flatten(1).shape != (pattern.num_heads, pattern.num_buckets):
             raise ValueError(f"rpb must be of shape (heads, 2 * kernel_size - 1, ...), got {tuple(bias.shape)}")
         scores = scores + bias.flatten(1)[:, pair_relation(pattern, query.device)].to(scores.dtype)
-    scores = scores.view(*query.shape[:-1], -1).to(query.dtype)
+    window = pattern.stored_pairs // pattern.num_tokens
+    scores = scores.view(*query.shape[:-1], window).to(query.dtype)
     if additional_keys is None:
         return scores
     more = query.flatten(2, -2) @ additional_keys.mT
-    return torch.cat([scores, more.view(*query.shape[:-1], -1)], -1)
+    return torch.cat([scores, more.view(*query.shape[:-1], additional_keys.shape[2])], -1)
 
 
 def _values(
@@ -257,12 +258,16 @@ def na3d_qk(
     query: Tensor,
     key: Tensor,
     kernel_size: PerAxis,
+    *,
     dilation: PerAxis | None = 1,
     additional_keys: Tensor | None = None,
     is_causal: bool | Sequence[bool] | None = False,
     rpb: Tensor | None = None,
 ) -> Tensor:
-    """Dot products of each query with the keys of its window, on volumes, plus ``rpb``."""
+    """Dot products of each query with the keys of its window, on volumes, plus ``rpb``.
+
+    What follows ``kernel_size`` goes by name: 0.15 had other arguments there than 0.17.
+    """
     _refuse_causal(is_causal)
     return _scores(3, query, key, rpb, kernel_size, dilation, additional_keys)
 
@@ -271,11 +276,15 @@ def na3d_av(
     attn: Tensor,
     value: Tensor,
     kernel_size: PerAxis,
+    *,
     dilation: PerAxis | None = 1,
     additional_values: Tensor | None = None,
     is_causal: bool | Sequence[bool] | None = False,
 ) -> Tensor:
-    """Sum of the values of each window by the weights ``attn``, on volumes."""
+    """Sum of the values of each window by the weights ``attn``, on volumes.
+
+    What follows ``kernel_size`` goes by name: 0.15 had other arguments there than 0.17.
+    """
     _refuse_causal(is_causal)
     return _values(3, attn, value, kernel_size, dilation, additional_values)
 
