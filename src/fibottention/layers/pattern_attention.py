@@ -62,30 +62,30 @@ class PatternAttention(nn.Module):
         """
         length = static_size(sequence_length)
         self._build_pattern(length)
-        return self._patterns[length, self.grid_size]
+        return self._patterns[length, self.grid_size if self.spec.needs_grid else None]
 
     # torch.compile cannot trace the making of a pattern, which for its purposes is a constant.
     @torch.compiler.assume_constant_result
     def _build_pattern(self, sequence_length: int) -> None:
-        if (sequence_length, self.grid_size) in self._patterns:
+        grid_size = self.grid_size if self.spec.needs_grid else None
+        if (sequence_length, grid_size) in self._patterns:
             return
         if sequence_length <= self.prefix_tokens:
             raise ValueError(
                 f"the sequence must be longer than its {self.prefix_tokens} prefix tokens, got {sequence_length}"
             )
         num_tokens = sequence_length - self.prefix_tokens
-        is_known = self.grid_size is not None and self.grid_size[0] * self.grid_size[1] == num_tokens
-        if self.spec.needs_grid and self.grid_size is not None and not is_known:
+        if grid_size is not None and grid_size[0] * grid_size[1] != num_tokens:
             raise ValueError(
                 f"{self.spec.name} needs the grid of the tokens: the sequence has {num_tokens} patch tokens, but the "
-                f"grid is {self.grid_size[0]} x {self.grid_size[1]}"
+                f"grid is {grid_size[0]} x {grid_size[1]}"
             )
-        self._patterns[sequence_length, self.grid_size] = self.spec.pattern(
+        self._patterns[sequence_length, grid_size] = self.spec.pattern(
             self.num_heads,
             num_tokens,
             prefix_tokens=self.prefix_tokens,
             layer=self.layer,
-            grid_size=self.grid_size if is_known else None,
+            grid_size=grid_size,
         )
 
     def forward(

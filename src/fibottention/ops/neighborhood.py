@@ -130,7 +130,7 @@ def neighborhood_attention(
             return _natten(axes, query, key, value, window, scale, additional_keys, additional_values, return_lse)
         backend = "auto"
 
-    groups = query.shape[-2] // key.shape[-2]
+    groups = static_size(query.shape[-2]) // static_size(key.shape[-2])
     prefix = 0 if additional_keys is None else additional_keys.shape[1]
     if additional_keys is not None and additional_values is not None:
         # Prefix tokens are seen by all tokens; what they see themselves is thrown away.
@@ -141,8 +141,8 @@ def neighborhood_attention(
     else:
         q = _sequence(query.flatten(1, axes), 1)
         k, v = (_sequence(t.flatten(1, axes), groups) for t in (key, value))
-    grid = tuple(query.shape[1:-2])
-    pattern = neighborhood_pattern(query.shape[-2], grid, window, rpb is not None, prefix)
+    grid = tuple(map(static_size, query.shape[1:-2]))
+    pattern = neighborhood_pattern(static_size(query.shape[-2]), grid, window, rpb is not None, prefix)
     bias = None if rpb is None else rpb.flatten(1)
     if attn_mask is not None:
         masked = _masked_pairs(attn_mask, pattern, q)
