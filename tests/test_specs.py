@@ -2,14 +2,26 @@ import dataclasses
 import random
 
 import pytest
+import torch
 
 import fibottention
-from fibottention import AttentionSpec, Dense, Fibottention, Longformer, Neighborhood, make_spec, patterns, spec_names
+from fibottention import (
+    LSA,
+    SATA,
+    AttentionSpec,
+    Dense,
+    Fibottention,
+    Longformer,
+    Neighborhood,
+    make_spec,
+    patterns,
+    spec_names,
+)
 from fibottention.specs import nearest
 
 EXPECTED = {
-    "bigbird", "dense", "dilated_window", "exponential", "fibottention", "longformer", "neighborhood", "random_pairs",
-    "sliding_window", "sparse_transformer",
+    "bigbird", "dense", "dilated_window", "exponential", "fibottention", "longformer", "lsa", "neighborhood",
+    "random_pairs", "sata", "sliding_window", "sparse_transformer",
 }  # fmt: skip
 
 
@@ -28,7 +40,8 @@ def test_every_spec_round_trips_and_builds(name):
     assert hash(spec) == hash(make_spec(name))
     for heads, tokens, prefix in ((12, 196, 1), (3, 49, 0), *([] if name == "neighborhood" else [(1, 4, 2)])):
         pattern = spec.pattern(heads, tokens, prefix_tokens=prefix, layer=5)
-        assert (pattern.num_heads, pattern.num_tokens, pattern.prefix_tokens) == (heads, tokens, prefix)
+        assert (pattern.num_heads, pattern.sequence_length) == (heads, tokens + prefix)
+        assert name == "lsa" or pattern.prefix_tokens == prefix
         assert pattern.mask().any(-1).all()
     with pytest.raises(dataclasses.FrozenInstanceError):
         spec.name = "other"
@@ -70,7 +83,7 @@ def test_names_are_forgiving_about_case_and_dashes():
         (lambda: make_spec("fibotention"), "no attention spec is named 'fibotention'; did you mean 'fibottention'"),
         (lambda: make_spec("xyz"), "no attention spec is named 'xyz'; valid are bigbird, dense"),
         (lambda: make_spec("longformer", windw=3), "has no option 'windw'; did you mean 'window'"),
-        (lambda: make_spec("dense", window=3), "'dense' has no option 'window'; it has no options"),
+        (lambda: make_spec("dense", window=3), "'dense' has no option 'window'; it has temperature"),
         (lambda: Fibottention(w_min="5"), "w_min must be a whole number, got '5'"),
         (lambda: Fibottention(w_max=2.5), "w_max must be a whole number or none, got 2.5"),
         (lambda: Fibottention(shuffle=1), "shuffle must be true or false, got 1"),
@@ -78,6 +91,12 @@ def test_names_are_forgiving_about_case_and_dashes():
         (lambda: Fibottention(fill="one"), "fill must be '-inf' or 'zero', got 'one'"),
         (lambda: Fibottention(w_min=9, w_max=5), "w_min <= w_max, got 9 and 5"),
         (lambda: make_spec("random_pairs", density="x"), "density must be a number, got 'x'"),
+        (lambda: SATA(threshold=2.0), r"threshold must be in .*, got 2.0"),
+        (lambda: SATA(on=SATA()), "on must be another spec, got SATA itself"),
+        (lambda: SATA(on=Fibottention(fill="zero")), "on must not have fill='zero'"),
+        (lambda: SATA(on="fibotention"), "did you mean 'fibottention'"),
+        (lambda: SATA(on=3), "SATA: on must be AttentionSpec or none, got 3"),
+        (lambda: Dense(temperature=0), "temperature must be above 0, got 0"),
         (lambda: Neighborhood(dilation=[1, 2.5]), "dilation must be a whole number or a list of whole numbers, got"),
         (lambda: Neighborhood(dilation=()), r"kernel_size and dilation must be at least 1, got 7 and \(\)"),
         (lambda: Neighborhood(0), "kernel_size and dilation must be at least 1, got 0 and 1"),
@@ -96,6 +115,33 @@ def test_neighborhoods_take_their_dilations_in_turn_and_read_lists():
     layers = [spec.pattern(2, 48, grid_size=(6, 8), layer=layer) for layer in range(3)]
     assert layers == [patterns.neighborhood(2, (6, 8), 3, dilation=d) for d in (1, 2, 1)]
     assert Neighborhood(3, rel_pos_bias=True).pattern(2, 36).num_buckets == 25
+
+
+def test_sata_composes_with_other_specs():
+    spec = make_spec({"name": "sata", "threshold": 0.05, "on": {"name": "fibottention", "w_min": 3}})
+    assert spec == SATA(0.05, on=Fibottention(w_min=3))
+    assert spec.to_dict()["on"] == Fibottention(w_min=3).to_dict()
+    assert make_spec(spec.to_dict()) == spec
+    assert spec.pattern(12, 196, prefix_tokens=1, layer=3) is Fibottention(w_min=3).pattern(
+        12, 196, prefix_tokens=1, layer=3
+    )
+    assert SATA(on="lsa") == SATA(on=LSA())
+    assert SATA(on="lsa").learned_temperature
+    assert SATA().pattern(2, 9).is_dense
+    assert SATA(on=Dense(temperature=2.0)).temperature == 2.0
+    assert SATA(on=Neighborhood(3, rel_pos_bias=True)).bias_size == 25
+    assert SATA(0.2, 0.75, False, "absolute").transform().extra_repr() == (
+        "threshold=0.2, scale=0.75, learnable=False, mode='absolute'"
+    )
+    assert not SATA().only_pairs
+    assert not LSA().only_pairs
+    assert Dense().only_pairs
+    assert not Dense(temperature=2.0).only_pairs
+
+
+def test_lsa_keeps_all_pairs_but_the_diagonal():
+    mask = LSA().pattern(3, 9, prefix_tokens=1).mask()
+    assert torch.equal(mask, ~torch.eye(10, dtype=torch.bool).expand(3, -1, -1))
 
 
 def test_a_new_spec_is_known_by_name():

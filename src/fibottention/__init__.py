@@ -15,6 +15,8 @@ from fibottention.layers import (
 from fibottention.ops import BackendChoice, Twist, explain_backend, na1d, na2d, na3d, sparse_attention
 from fibottention.patterns import Pattern
 from fibottention.specs import (
+    LSA,
+    SATA,
     AttentionSpec,
     BigBird,
     Dense,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from fibottention.adapters.timm import sparsify
 
 __all__ = [
+    "LSA",
+    "SATA",
     "AttentionSpec",
     "BackendChoice",
     "BigBird",

@@ -1,9 +1,11 @@
 """`sparsify`: put an attention spec into a timm model, in place, keeping weights and state-dict keys."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from timm.models.cait import Cait
 from timm.models.convit import GPSA, ConVit
 from timm.models.eva import Eva
@@ -135,7 +137,9 @@ class _Site:
 def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto") -> SparsifyReport:
     """Make a timm model attend as a spec says, in place.
 
-    Weights and state-dict keys stay as they are; a spec with a relative bias adds ``attn.sparse.rpb`` in each layer.
+    Weights and state-dict keys stay as they are; what a spec learns is added in each layer, as ``attn.sparse.rpb``,
+    ``attn.sparse.temperature`` or ``attn.sparse.transform.scale``. Of a spec with a transform, the model checks in its
+    first forward pass that every layer attended as it says.
     Supports VisionTransformer (ViT, DeiT, distilled, registers, pooled),
     Eva (EVA-02, DINOv3), SwinTransformer (within each window), ConVit, PoolingVisionTransformer (PiT) and Cait's patch
     blocks, also nested in another module. A model that was made sparse before gets the new spec.
@@ -175,10 +179,7 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
                 f"fill='zero' gives weight to pairs that are not stored, so it needs attn_drop_rate=0, got "
                 f"{module.attn_drop.p} at {site.path}"
             )
-        if spec.bias_size and _dense_name(module) in _WITH_OWN_BIAS:
-            raise ValueError(
-                f"rel_pos_bias=True is not supported by {_dense_name(module)} at {site.path}, which has its own bias"
-            )
+        _check_meaning(spec, site)
         sparse = PatternAttention(
             spec,
             module.num_heads,
@@ -186,6 +187,7 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
             layer=index,
             backend=backend,
             grid_size=site.grid_size,
+            head_dim=_head_dim(module),
             device=module.proj.weight.device,
             dtype=module.proj.weight.dtype,
         )
@@ -199,6 +201,8 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
             site.module.sparse = sparse
     for root in {id(site.root): site.root for site in sites}.values():
         _follow_grid(root, [sparse for site, sparse in replacements if site.root is root])
+    if spec.transform() is not None:
+        _FirstForward.watch(model, {site.path: site.module for site, _ in replacements})
     return SparsifyReport(type(model).__name__, spec, tuple(layers))
 
 
@@ -225,13 +229,61 @@ def _follow_grid(root: Any, layers: list[PatternAttention]) -> None:
         root.patch_embed.register_forward_pre_hook(_GridHook(layers))
 
 
+class _FirstForward:
+    """Checks in a model's first forward pass that every attention layer was used; then it is gone."""
+
+    def __init__(self, layers: list[str]) -> None:
+        self.unused = set(layers)
+        self.handles: list[Any] = []
+
+    @classmethod
+    def watch(cls, model: nn.Module, layers: dict[str, nn.Module]) -> None:
+        """Watch the next forward pass of a model."""
+        check = cls(list(layers))
+        for path, module in layers.items():
+            check.handles.append(module.register_forward_hook(functools.partial(check.used, path)))
+        check.handles.append(model.register_forward_hook(check.end))
+
+    def used(self, path: str, *_: Any) -> None:
+        """A layer was used."""
+        self.unused.discard(path)
+
+    def end(self, *_: Any) -> None:
+        """The model's forward pass is over."""
+        if torch.compiler.is_compiling():
+            return
+        for handle in self.handles:
+            handle.remove()
+        if self.unused:
+            raise RuntimeError(
+                f"{len(self.unused)} attention layers were not used in the forward pass, such as {min(self.unused)}: "
+                "the model does not attend as its spec says"
+            )
+
+
+def _head_dim(module: Any) -> int:
+    return getattr(module, "head_dim", None) or module.proj.in_features // module.num_heads
+
+
+def _check_meaning(spec: AttentionSpec, site: _Site) -> None:
+    """Refuse a spec that would mean something else in an attention class than in its paper."""
+    name = _dense_name(site.module)
+    if name in ("GPSA", "TalkingHeadAttn") and not spec.only_pairs:
+        raise ValueError(
+            f"{spec.name} is not supported by {name} at {site.path}, whose weights are mixed with others: it would "
+            "not mean there what its paper means"
+        )
+    if name == "WindowAttention" and spec.bias_size:
+        raise ValueError(f"rel_pos_bias=True is not supported by {name} at {site.path}, which has its own bias")
+
+
 def _layer_report(site: _Site, sparse: PatternAttention) -> LayerReport:
     module = site.module
     pattern = sparse.pattern(site.prefix_tokens + site.num_tokens)
     dense_class = _dense_name(module)
     if dense_class == "TalkingHeadAttn":
         pattern = pattern.union()
-    head_dim = getattr(module, "head_dim", None) or module.proj.in_features // module.num_heads
+    head_dim = _head_dim(module)
     return LayerReport(
         path=site.path,
         attention_class=dense_class or "",
@@ -305,9 +357,6 @@ def _swin_blocks(model: Any) -> _Found:
                 windows *= -(-size // window)
             yield f"layers.{s}.blocks.{i}", block, block.window_size, 0, windows
 
-
-# Attention with a bias of its own, or whose scores do not go through `PatternAttention.forward`.
-_WITH_OWN_BIAS = ("WindowAttention", "GPSA", "TalkingHeadAttn")
 
 _FAMILIES = {
     VisionTransformer: _plain_blocks,

@@ -81,13 +81,28 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
 @torch.no_grad()
 def _map(module: PatternAttention, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     prefix = module.prefix_tokens
-    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    if prefix:
-        # A prefix token sees every key, whatever the pattern.
-        return ((q[:, :, :1] @ k.transpose(-2, -1)) * scale).float().softmax(-1)[:, :, 0, prefix:]
+    q, scale = module.with_temperature(q, scale)
     pattern = module.pattern(q.shape[2])
+    if prefix:
+        # A prefix token sees every key that its pattern keeps; in most patterns all.
+        scores = ((q[:, :, :1] @ k.transpose(-2, -1)) * scale).float()
+        _, query, key = pattern.pairs()
+        seen = torch.zeros(q.shape[2], dtype=torch.bool)
+        seen[key[query == 0]] = True
+        weights = scores.masked_fill(~seen.to(q.device), float("-inf")).softmax(-1)
+        weights = weights if module.transform is None else module.transform(weights)
+        return weights[:, :, 0, prefix:]
     _, weights = sparse_attention(
-        q, k, k, pattern, bias=module.rpb, scale=scale, fill=module.spec.fill, return_weights=True, backend="gather"
+        q,
+        k,
+        k,
+        pattern,
+        bias=module.rpb,
+        scale=scale,
+        fill=module.spec.fill,
+        transform=module.transform,
+        return_weights=True,
+        backend="gather",
     )
     ones = torch.ones(*q.shape[:3], 1, dtype=weights.dtype, device=q.device)
     return pair_sum_transposed(weights, ones, pattern.key).squeeze(-1) / q.shape[2]

@@ -16,8 +16,8 @@ __all__ = ["PatternAttention"]
 class PatternAttention(nn.Module):
     """Attention as a spec describes it, for queries, keys and values of any token count.
 
-    Builds the pattern of each token count it meets, once. Its only parameter is the table of relative biases, ``rpb``
-    ``(num_heads, bias_size)``, of a spec that has one.
+    Builds the pattern of each token count it meets, once. Holds what a spec learns: the table of relative biases,
+    ``rpb`` ``(num_heads, bias_size)``; the ``temperature`` ``(num_heads,)``; the ``transform`` of the weights.
 
     Args:
         spec: How to attend.
@@ -26,8 +26,12 @@ class PatternAttention(nn.Module):
         layer: Index of the layer in its model, from 0.
         backend: As in `fibottention.sparse_attention`.
         grid_size: Height and width of the grid of patch tokens, for specs that need it; a square if None.
-        device: Device of the parameter.
-        dtype: Dtype of the parameter.
+        head_dim: Size of one head, for specs that learn a temperature, which starts at ``head_dim ** -0.5``.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+
+    Raises:
+        ValueError: If the spec learns a temperature and ``head_dim`` is None.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class PatternAttention(nn.Module):
         layer: int = 0,
         backend: Backend = "auto",
         grid_size: GridSize | None = None,
+        head_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -52,6 +57,13 @@ class PatternAttention(nn.Module):
         self.rpb: nn.Parameter | None = None
         if spec.bias_size:
             self.rpb = nn.Parameter(torch.zeros(num_heads, spec.bias_size, device=device, dtype=dtype))
+        self.temperature: nn.Parameter | None = None
+        if spec.learned_temperature:
+            if head_dim is None:
+                raise ValueError(f"head_dim must be given for {spec}, which learns a temperature, got None")
+            self.temperature = nn.Parameter(torch.full((num_heads,), head_dim**-0.5, device=device, dtype=dtype))
+        transform = spec.transform()
+        self.transform = None if transform is None else transform.to(device=device, dtype=dtype)
         self._patterns: dict[tuple[int, GridSize | None], Pattern] = {}
 
     def pattern(self, sequence_length: int) -> Pattern:
@@ -100,6 +112,7 @@ class PatternAttention(nn.Module):
     ) -> Tensor:
         """Attend; see `fibottention.sparse_attention` for the arguments, all ``(B, H, N, D)``; a bias is dense."""
         pattern = self.pattern(q.shape[2])
+        q, scale = self.with_temperature(q, scale)
         return sparse_attention(
             q,
             k,
@@ -108,9 +121,16 @@ class PatternAttention(nn.Module):
             bias=self._with_table(bias, pattern),
             scale=scale,
             fill=self.spec.fill,
+            transform=self.transform,
             dropout_p=dropout_p,
             backend=self.backend,
         )
+
+    def with_temperature(self, q: Tensor, scale: float | None) -> tuple[Tensor, float]:
+        """The queries and the factor of the scores, after what the spec does to them."""
+        if self.temperature is not None:
+            return q * self.temperature.to(q.dtype).view(-1, 1, 1), self.spec.temperature
+        return q, self.spec.temperature * (float(q.shape[-1] ** -0.5) if scale is None else scale)
 
     def _with_table(self, bias: Tensor | None, pattern: Pattern) -> Tensor | None:
         if self.rpb is None or bias is None:

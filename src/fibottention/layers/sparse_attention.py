@@ -89,7 +89,13 @@ class SparseAttention(nn.Module):
         self.proj = nn.Linear(self.attn_dim, dim_out or dim, bias=proj_bias, **factory)
         self.proj_drop = nn.Dropout(proj_drop)
         self.sparse = PatternAttention(
-            spec or Fibottention(), num_heads, prefix_tokens=prefix_tokens, layer=layer, backend=backend
+            spec or Fibottention(),
+            num_heads,
+            prefix_tokens=prefix_tokens,
+            layer=layer,
+            backend=backend,
+            head_dim=self.head_dim,
+            **factory,
         )
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:

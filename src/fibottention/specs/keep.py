@@ -1,24 +1,16 @@
-"""Attention specs: small frozen dataclasses that say how a layer attends, by name, from YAML or in code.
+"""Specs that keep some of the pairs, one per family of patterns."""
 
-A spec builds the pattern of a layer from its number of heads and tokens. Specs are all that most users need:
-``sparsify(model, Fibottention())``.
-"""
-
-import difflib
-import math
 import random as python_random
-import types
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from fibottention import patterns
 from fibottention.ops.attention import Fill
 from fibottention.patterns.fibonacci import OnEmpty, Variant
 from fibottention.patterns.pattern import Pattern
+from fibottention.specs.base import AttentionSpec, GridSize, square_grid
 
 __all__ = [
-    "AttentionSpec",
     "BigBird",
     "Dense",
     "DilatedWindow",
@@ -29,76 +21,24 @@ __all__ = [
     "RandomPairs",
     "SlidingWindow",
     "SparseTransformer",
-    "make_spec",
-    "nearest",
-    "spec_names",
-    "square_grid",
 ]
-
-GridSize = tuple[int, int]
-
-_registry: dict[str, type["AttentionSpec"]] = {}
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Base of all specs. A subclass sets ``name`` and builds its pattern.
-
-    Attributes:
-        name: Name in YAML and on the command line.
-        fill: What a pair outside the pattern gets; see `fibottention.sparse_attention`.
-        bias_size: Size of the table of relative biases that each head learns; 0 for none.
-        needs_grid: Whether the pattern depends on the grid of the tokens.
-    """
-
-    name: ClassVar[str]
-    fill: ClassVar[Fill] = "-inf"
-    bias_size: ClassVar[int] = 0
-    needs_grid: ClassVar[bool] = False
-
-    def __init_subclass__(cls) -> None:
-        _registry[cls.name] = cls
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not _matches(value, hints[field.name]):
-                raise ValueError(
-                    f"{type(self).__name__}: {field.name} must be {_describe(hints[field.name])}, got {value!r}"
-                )
-
-    def pattern(
-        self,
-        num_heads: int,
-        num_tokens: int,
-        *,
-        prefix_tokens: int = 0,
-        layer: int = 0,
-        grid_size: GridSize | None = None,
-    ) -> Pattern:
-        """The pattern of one layer.
-
-        Args:
-            num_heads: Number of heads of the layer.
-            num_tokens: Number of patch tokens.
-            prefix_tokens: Number of prefix tokens (CLS, registers), which see and are seen by all tokens.
-            layer: Index of the layer in the model, from 0.
-            grid_size: Height and width of the grid of patch tokens, for specs that need it; a square if None.
-        """
-        raise NotImplementedError
-
-    def to_dict(self) -> dict[str, Any]:
-        """The spec as plain data, ``{"name": ..., fields ...}``, from which `make_spec` makes it again."""
-        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
-        return {"name": self.name, **plain}
 
 
 @dataclass(frozen=True)
 class Dense(AttentionSpec):
-    """All pairs: ordinary attention."""
+    """All pairs: ordinary attention.
+
+    Attributes:
+        temperature: Factor of the scaled scores; above 1 the attention is sharper.
+    """
 
     name: ClassVar[str] = "dense"
+    temperature: float = 1.0  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.temperature > 0:
+            raise ValueError(f"Dense: temperature must be above 0, got {self.temperature}")
 
     def pattern(
         self,
@@ -420,88 +360,3 @@ class Neighborhood(AttentionSpec):
             relation=self.rel_pos_bias,
             prefix_tokens=prefix_tokens,
         )
-
-
-def square_grid(num_tokens: int) -> GridSize:
-    """Height and width of a square grid of tokens.
-
-    Raises:
-        ValueError: If the number of tokens is no square.
-    """
-    side = math.isqrt(num_tokens)
-    if side**2 != num_tokens:
-        raise ValueError(f"grid_size must be given for {num_tokens} tokens, which are no square")
-    return side, side
-
-
-def spec_names() -> list[str]:
-    """Names of all specs, sorted."""
-    return sorted(_registry)
-
-
-def make_spec(name: str | Mapping[str, Any], **options: Any) -> AttentionSpec:
-    """The spec of a name, with its fields as keyword arguments.
-
-    Args:
-        name: Name of a spec, such as ``"fibottention"`` (case, ``-`` and ``_`` do not matter), or a mapping with
-            ``name`` and the fields, as it comes from YAML.
-        **options: Fields of the spec.
-
-    Raises:
-        ValueError: If the name, a field or a value is not valid; the message gives the nearest valid name.
-    """
-    if not isinstance(name, str):
-        options = {**name, **options}
-        name = str(options.pop("name", ""))
-    known = {key.replace("_", ""): spec for key, spec in _registry.items()}
-    spec = known.get(name.lower().replace("-", "").replace("_", ""))
-    if spec is None:
-        raise ValueError(f"no attention spec is named {name!r}{nearest(name, spec_names())}")
-    valid = [field.name for field in fields(spec)]
-    for option in options:
-        if option not in valid:
-            has = f"it has {', '.join(valid)}" if valid else "it has no options"
-            raise ValueError(f"attention spec {spec.name!r} has no option {option!r}{nearest(option, valid, has)}")
-    return spec(**options)
-
-
-def nearest(word: str, valid: list[str], otherwise: str | None = None) -> str:
-    """``; did you mean 'x'?`` for a mistyped word, or ``; `` and the valid words (or ``otherwise``)."""
-    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; {otherwise}" if otherwise else f"; valid are {', '.join(valid)}"
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _matches(value: Any, hint: Any) -> bool:
-    for option in _alternatives(hint):
-        if get_origin(option) is Literal:
-            if value in get_args(option):
-                return True
-        elif option is float and isinstance(value, int) and not isinstance(value, bool):
-            return True
-        elif option is int and isinstance(value, bool):
-            continue
-        elif get_origin(option) is tuple:
-            if isinstance(value, tuple) and all(_matches(item, get_args(option)[0]) for item in value):
-                return True
-        elif isinstance(value, option):
-            return True
-    return False
-
-
-def _describe(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "none"}
-    parts: list[str] = []
-    for option in _alternatives(hint):
-        if get_origin(option) is Literal:
-            parts += [repr(choice) for choice in get_args(option)]
-        elif get_origin(option) is tuple:
-            parts.append("a list of whole numbers")
-        else:
-            parts.append(names.get(option, getattr(option, "__name__", str(option))))
-    return " or ".join(parts)
