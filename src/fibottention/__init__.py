@@ -74,6 +74,7 @@ __version__ = "0.1.0"
 if _find_spec("timm") is not None:
     try:
         import fibottention.models.neighborhood_registry
+        import fibottention.models.small_data
         import fibottention.models.timm_models  # noqa: F401  (registers the models with timm)
     except ImportError as _error:
         _warnings.warn(f"timm is too old for fibottention's models and sparsify ({_error})", stacklevel=2)
