@@ -12,6 +12,7 @@ import jinja2
 import numpy as np
 import torch
 import yaml
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
@@ -48,6 +49,7 @@ class _RunPage:
     config_text: str
     confusion: str = ""
     masks: str = ""
+    scales: str = ""
     maps: str = ""
     maps_note: str = ""
 
@@ -103,6 +105,8 @@ def _page(folder: Path, name: str, colour: str) -> _RunPage:
     if sparse is not None and sparse._patterns:
         pattern = next(iter(sparse._patterns.values()))
         page.masks = _encode(mask_figure(pattern, f"first layer: {pattern.density():.2%} of the pairs"))
+    if "transform_scales" in page.records[-1]:
+        page.scales = _encode(_scales(page.records))
     page.maps, page.maps_note = _attention_figure(model, config, run)
     return page
 
@@ -172,6 +176,28 @@ def _curves(pages: list[_RunPage]) -> Figure:
         axis.grid(alpha=0.3)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(pages)), fontsize=8)
+    return figure
+
+
+def _scales(records: list[dict[str, Any]]) -> Figure:
+    """The scales of SATA's transforms: over training, and over depth at the end (arXiv 2210.12333, figure 3)."""
+    values = np.array([record["transform_scales"] for record in records])
+    epochs = [record["epoch"] for record in records]
+    figure = Figure(figsize=(7.5, 3), layout="constrained")
+    over_time, over_depth = figure.subplots(1, 2)
+    colours = colormaps["viridis"](np.linspace(0, 0.9, values.shape[1]))
+    for layer, colour in enumerate(colours):
+        over_time.plot(epochs, values[:, layer], "o-", markersize=3, color=colour, label=f"layer {layer + 1}")
+    over_time.set_xlabel("epoch")
+    over_time.set_ylabel("s")
+    over_time.xaxis.set_major_locator(MaxNLocator(integer=True))
+    over_time.legend(fontsize=6, ncols=2)
+    over_depth.plot(range(1, values.shape[1] + 1), values[-1], "o-", color=_COLOURS[0])
+    over_depth.set_xlabel("layer")
+    over_depth.set_ylabel(f"s after epoch {epochs[-1]}")
+    over_depth.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis in (over_time, over_depth):
+        axis.grid(alpha=0.3)
     return figure
 
 

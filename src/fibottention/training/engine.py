@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
 from fibottention.errors import UserError
+from fibottention.ops.twist import Twist
 from fibottention.specs import nearest
 from fibottention.training.config import OptimConfig, TrainConfig
 from fibottention.training.run import Run
@@ -110,6 +111,11 @@ def make_accelerator(train: TrainConfig) -> Accelerator:
     return accelerator
 
 
+def _transform_scales(model: nn.Module) -> list[Tensor]:
+    """The scale of each layer's transform of the attention weights, in the order of the layers."""
+    return [module.scale for module in model.modules() if isinstance(module, Twist)]
+
+
 class Trainer:
     """Trains a task's model and keeps its run's folder.
 
@@ -165,7 +171,7 @@ class Trainer:
         self.lr = lr
         extra: dict[str, Any] = {"betas": optim.betas} if optim.betas else {}
         try:
-            return create_optimizer_v2(
+            optimizer = create_optimizer_v2(
                 self.task.model,
                 opt=optim.name,
                 lr=lr,
@@ -178,6 +184,23 @@ class Trainer:
             known = [str(name) for name in list_optimizers()]
             near = "" if optim.name in known else nearest(optim.name, known, "see timm.optim.list_optimizers()")
             raise UserError(f"the optimizer optim.name={optim.name} cannot be made: {error}{near}") from error
+        self._separate_scales(optimizer)
+        return optimizer
+
+    def _separate_scales(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the scales of the transforms a group of their own, with ``transform_lr`` and without weight decay."""
+        if self.optim.transform_lr is None:
+            return
+        scales = [scale for scale in _transform_scales(self.task.model) if scale.requires_grad]
+        if not scales:
+            raise UserError(
+                f"optim.transform_lr={self.optim.transform_lr} is for the scales that attention.name=sata learns, but "
+                "the model has none"
+            )
+        moved = {id(scale) for scale in scales}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in moved]
+        optimizer.add_param_group({"params": scales, "lr": self.optim.transform_lr, "weight_decay": 0.0})
 
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         optim, epochs = self.optim, self.train.epochs
@@ -317,6 +340,8 @@ class Trainer:
     def _finish_epoch(self, record: dict[str, Any], writer: SummaryWriter | None) -> None:
         evaluation = self.evaluate()
         record.update(evaluation.metrics)
+        if scales := _transform_scales(self.eval_model):
+            record["transform_scales"] = [scale.item() for scale in scales]
         self.epoch += 1
         value = evaluation.metrics[self.task.main_metric]
         is_best = value > self.best
@@ -334,6 +359,8 @@ class Trainer:
                 for name, number in record.items():
                     if not isinstance(number, list):
                         writer.add_scalar(f"epoch/{name}", number, self.epoch)
+                for layer, scale in enumerate(record.get("transform_scales", [])):
+                    writer.add_scalar(f"transform_scale/layer_{layer + 1}", scale, self.epoch)
                 writer.flush()
             if is_best:
                 self.run.save_best(self.eval_model.state_dict())
