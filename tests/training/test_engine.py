@@ -8,7 +8,9 @@ import math
 import pytest
 import torch
 
+from fibottention.analysis.report import write_report
 from fibottention.errors import UserError
+from fibottention.ops.twist import Twist
 from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.runs import train_classification
 from fibottention.tasks.classification.task import ClassificationTask
@@ -182,6 +184,45 @@ def test_layer_decay_lowers_the_rates_of_early_layers(tmp_path):
     assert len(rates) == 4  # patch embedding, two blocks, head
 
 
+def sata_config():
+    config = sparse_config(epochs=2)
+    config.attention = {"name": "sata", "threshold": 1.0, "on": {"name": "fibottention"}}
+    config.optim.transform_lr = 0.05
+    config.optim.weight_decay = 0.5
+    return config
+
+
+def test_the_scales_of_sata_have_a_rate_of_their_own_and_no_decay(tmp_path):
+    trainer = trainer_of(sata_config(), tmp_path / "run")
+    scales = [m.scale for m in trainer.task.model.modules() if isinstance(m, Twist)]
+    assert len(scales) > 1
+    groups = {id(p): group for group in trainer.optimizer.param_groups for p in group["params"]}
+    trainer.scheduler.step_update(trainer.updates_per_epoch // 2)
+    of_scales = groups[id(scales[0])]
+    assert all(groups[id(scale)] is of_scales for scale in scales)
+    assert len(of_scales["params"]) == len(scales)
+    assert of_scales["weight_decay"] == 0
+    others = [group["lr"] for group in trainer.optimizer.param_groups if group is not of_scales]
+    # The schedule scales both alike (the minimum, 1e-6, is too small to be seen).
+    assert of_scales["lr"] / max(others) == pytest.approx(0.05 / trainer.lr, rel=0.01)
+    assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(
+        list(trainer.task.model.parameters())
+    )
+
+
+def test_the_scales_of_sata_are_logged_drawn_and_resumed(tmp_path):
+    config = sata_config()
+    train_classification(config, tmp_path / "run", command="")
+    records = Run(tmp_path / "run").metrics()
+    model = last_weights(tmp_path / "run")
+    scales = [float(w) for n, w in model.items() if n.endswith("transform.scale")]
+    assert records[-1]["transform_scales"] == pytest.approx(scales)
+    assert records[-1]["transform_scales"] != records[0]["transform_scales"]
+    page = write_report([tmp_path / "run"], tmp_path / "report.html").read_text()
+    assert "Scales of the trivial weights (SATA)" in page
+    assert "scale s by epoch and by layer" in page
+
+
 def test_moving_average_is_what_is_evaluated_and_saved(tmp_path):
     config = tiny_config(epochs=2)
     config.optim.ema_decay = 0.5
@@ -219,6 +260,10 @@ def test_a_diverging_run_stops_with_advice(tmp_path):
             "optim.schedule=cosin cannot be made: .*did you mean 'cosine'",
         ),
         (lambda c: setattr(c.optim, "warmup_epochs", 9), "optim.warmup_epochs must be at least 0 and less than"),
+        (
+            lambda c: setattr(c.optim, "transform_lr", 1e-3),
+            "optim.transform_lr=0.001 is for the scales that attention.name=sata learns, but the model has none",
+        ),
         (lambda c: setattr(c.optim, "cooldown_epochs", 9), "optim.cooldown_epochs must be at least 0 and less than"),
         (
             lambda c: setattr(
