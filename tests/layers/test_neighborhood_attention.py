@@ -89,6 +89,11 @@ def test_bad_arguments_are_named(arguments, options, message):
         NeighborhoodAttention2D(*arguments, **options)
 
 
+def test_channels_in_another_axis_are_refused():
+    with pytest.raises(ValueError, match="x must have embed_dim=8 channels in its last axis, got 6"):
+        NeighborhoodAttention2D(8, 2, 3)(torch.zeros(1, 8, 6, 6))
+
+
 def test_a_flat_sequence_is_refused_by_the_layer_for_images():
     with pytest.raises(ValueError, match=r"x must have 4 axes, \(B, \*grid, embed_dim\), got shape \(1, 36, 8\)"):
         NeighborhoodAttention2D(8, 2, 3)(torch.zeros(1, 36, 8))

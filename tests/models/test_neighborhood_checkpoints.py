@@ -122,9 +122,27 @@ def test_what_is_not_a_checkpoint_is_named():
     assert "unexpected: levels.0.blocks.0.attention.self.query.weight" in str(error.value)
 
 
+def test_models_of_features_take_what_they_need():
+    source = randomize(small())
+    features = small(features_only=True, out_indices=(0, 2))
+    load_checkpoint(features, source.state_dict())
+    wanted = source.forward_intermediates(images(64, 64), [0, 2], intermediates_only=True)
+    torch.testing.assert_close(features(images(64, 64)), wanted)
+    with pytest.raises(TypeError, match="model must be a NAT or DiNAT .* got Linear"):
+        load_checkpoint(torch.nn.Linear(2, 2), source.state_dict())
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no file of weights .*nofile.pth"):
+        load_checkpoint(small(), tmp_path / "nofile.pth")
+    (tmp_path / "text.pth").write_text("no weights")
+    with pytest.raises(ValueError, match=r"text.pth is not a file of weights: "):
+        load_checkpoint(small(), tmp_path / "text.pth")
+
+
 def test_another_classifier_on_the_same_features():
     source, target = randomize(small()), small(num_classes=3)
-    with pytest.raises(ValueError, match="head.weight"):
+    with pytest.raises(ValueError, match="(?s)head.weight.*new_classifier=True keeps the model's own classifier"):
         load_checkpoint(target, source.state_dict())
     load_checkpoint(target, source.state_dict(), new_classifier=True)
     torch.testing.assert_close(target.forward_features(images(64, 64)), source.forward_features(images(64, 64)))

@@ -16,6 +16,7 @@ from torch import nn
 
 from fibottention.adapters.timm_attention import SPARSE_CLASSES, adopt
 from fibottention.layers.pattern_attention import PatternAttention
+from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
 from fibottention.ops.attention import Backend
 from fibottention.ops.eager import static_size
 from fibottention.specs import AttentionSpec, GridSize
@@ -170,7 +171,8 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
         if any(isinstance(module, tuple(_FAMILIES)) for module in model.modules()):
             raise ValueError(f"sparsify found no attention layer in {type(model).__name__}: it has no blocks")
         supported = ", ".join(sorted(cls.__name__ for cls in _FAMILIES))
-        raise ValueError(f"sparsify does not support {type(model).__name__}; it supports timm's {supported}")
+        own = " (NAT and DiNAT have an attention of their own)" if isinstance(model, NeighborhoodTransformer) else ""
+        raise ValueError(f"sparsify does not support {type(model).__name__}{own}; it supports timm's {supported}")
     layers, replacements = [], []
     for index, site in enumerate(sites):
         module = site.module

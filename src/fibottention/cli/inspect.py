@@ -1,6 +1,7 @@
 """``fibottention inspect``: offsets, density and cost of a spec, and a picture of its masks."""
 
 import argparse
+import difflib
 import json
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ from fibottention.cli.inspect_model import is_model
 from fibottention.cli.inspect_model import run as run_model
 from fibottention.cli.options import CommandParser, check_output, describe_specs, make_console
 from fibottention.errors import UserError
+from fibottention.models.neighborhood_registry import neighborhood_model_names
 from fibottention.patterns.pattern import Pattern
-from fibottention.specs import make_spec
+from fibottention.specs import make_spec, spec_names
 from fibottention.tasks.classification.options import spec_options
 from fibottention.training.run import write_atomically
 
@@ -45,6 +47,9 @@ def run(words: list[str]) -> int:
     for name in ("head_dim", "layer"):
         if getattr(arguments, name) < (name == "head_dim"):
             raise UserError(f"--{name.replace('_', '-')} is out of range: {getattr(arguments, name)}")
+    known = [*spec_names(), *neighborhood_model_names()]
+    if (close := difflib.get_close_matches(arguments.spec, known, n=1)) and is_model(close[0]):
+        raise UserError(f"no spec or model is named {arguments.spec!r}; did you mean {close[0]!r}?")
     try:
         spec = make_spec(arguments.spec, **options)
         pattern = spec.pattern(arguments.heads, arguments.tokens, prefix_tokens=arguments.prefix, layer=arguments.layer)

@@ -1,6 +1,8 @@
 """``fibottention inspect MODEL``: levels, dilations and receptive fields of a NAT or DiNAT, and a picture of them."""
 
 import argparse
+import difflib
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -14,16 +16,19 @@ from fibottention.analysis.cost import whole_model_macs
 from fibottention.analysis.receptive_field import LevelField, draw_fields, level_fields
 from fibottention.cli.options import CommandParser, check_output, make_console
 from fibottention.errors import UserError
+from fibottention.models.neighborhood_registry import is_neighborhood_model
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
 from fibottention.tasks.classification.options import spec_options
 from fibottention.training.run import write_atomically
 
 __all__ = ["is_model", "run"]
 
+_MODEL_OPTIONS = [name for name in inspect.signature(NeighborhoodTransformer).parameters if name != "img_size"]
+
 
 def is_model(name: str) -> bool:
     """Whether a name is that of a model which `run` can show."""
-    return timm.is_model(name) and timm.models.is_model_in_modules(name, ["neighborhood_registry"])
+    return is_neighborhood_model(name)
 
 
 def run(words: list[str]) -> int:
@@ -38,8 +43,17 @@ def run(words: list[str]) -> int:
     parser.add_argument("--image-size", type=int, nargs="+", help="side, or height and width, in pixels")
     parser.add_argument("--output", type=Path, help="PNG of the receptive fields (default MODEL.png)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.epilog = f"options of the model: {', '.join(f'--{name}' for name in _MODEL_OPTIONS)}"
     options, rest = spec_options(words, "--", keep={"--image-size", "--output", "--json", "--help", "-h"})
     arguments = parser.parse_args(rest)
+    for option in options:
+        if option not in _MODEL_OPTIONS:
+            valid = ["image-size", "output", "json", *_MODEL_OPTIONS]
+            close = difflib.get_close_matches(option.replace("_", "-"), valid, n=1) or difflib.get_close_matches(
+                option, valid, n=1
+            )
+            hint = f"did you mean --{close[0]}?" if close else f"valid are {', '.join(f'--{name}' for name in valid)}"
+            raise UserError(f"{arguments.model} has no option --{option}; {hint}")
     picture = arguments.output or Path(f"{arguments.model}.png")
     check_output(picture)
     if picture.suffix.lower() != ".png":

@@ -77,6 +77,8 @@ class _NeighborhoodAttention(nn.Module):
         """
         if x.ndim != self.axes + 2:
             raise ValueError(f"x must have {self.axes + 2} axes, (B, *grid, embed_dim), got shape {tuple(x.shape)}")
+        if x.shape[-1] != self.embed_dim:
+            raise ValueError(f"x must have embed_dim={self.embed_dim} channels in its last axis, got {x.shape[-1]}")
         grid = tuple(map(static_size, x.shape[1:-1]))
         missing = [max(0, k * d - n) for n, k, d in zip(grid, self.kernel_size, self.dilation, strict=True)]
         if any(missing):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.models import load_state_dict
+from timm.models._features import FeatureGetterNet
 from torch import Tensor
 
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
@@ -118,6 +119,7 @@ def to_transformers(model: NeighborhoodTransformer) -> dict[str, Tensor]:
     Raises:
         ValueError: If the model has no counterpart in transformers.
     """
+    model = _unwrapped(model)
     if not isinstance(getattr(model.patch_embed, "proj", None), torch.nn.Sequential):
         raise ValueError("only NAT and DiNAT (tokenizer='conv') have a counterpart in transformers")
     converted: dict[str, Tensor] = {}
@@ -146,20 +148,27 @@ def to_transformers(model: NeighborhoodTransformer) -> dict[str, Tensor]:
 
 
 def load_checkpoint(
-    model: NeighborhoodTransformer, source: str | Path | Mapping[str, Any], *, new_classifier: bool = False
+    model: NeighborhoodTransformer | FeatureGetterNet,
+    source: str | Path | Mapping[str, Any],
+    *,
+    new_classifier: bool = False,
 ) -> None:
     """Load published weights into a model.
 
     Args:
-        model: The model.
+        model: The model, or one made with ``features_only=True``, which leaves out what it does not need.
         source: A file (.pth, .bin or .safetensors) or weights by name, in a layout of `convert_checkpoint`.
         new_classifier: Keep the model's classifier where the weights have none or one for other classes.
 
     Raises:
-        ValueError: If names or shapes do not fit; the message lists every one.
+        ValueError: If the file cannot be read, or names or shapes do not fit; the message then lists every one.
+        TypeError: If the model is no NAT or DiNAT.
     """
-    weights = convert_checkpoint(source if isinstance(source, Mapping) else load_state_dict(str(source)), model)
+    features_only, model = isinstance(model, FeatureGetterNet), _unwrapped(model)
+    weights = convert_checkpoint(source if isinstance(source, Mapping) else _read(Path(source)), model)
     own = model.state_dict()
+    if features_only:
+        weights = {name: weight for name, weight in weights.items() if name in own}
     if new_classifier:
         weights = {n: w for n, w in weights.items() if not n.startswith("head.") or _fits(own, n, w)}
     problems = [
@@ -173,8 +182,28 @@ def load_checkpoint(
         elif own[name].shape != weight.shape:
             problems.append(f"  of another shape: {name} {tuple(weight.shape)}, the model has {tuple(own[name].shape)}")
     if problems:
-        raise ValueError(f"{len(problems)} of the weights do not fit the model:\n" + "\n".join(problems))
+        hint = ""
+        if not new_classifier and all(": head." in problem for problem in problems):
+            hint = "\nnew_classifier=True keeps the model's own classifier"
+        raise ValueError(f"{len(problems)} of the weights do not fit the model:\n" + "\n".join(problems) + hint)
     model.load_state_dict(weights, strict=not new_classifier)
+
+
+def _unwrapped(model: Any) -> NeighborhoodTransformer:
+    """The model inside of what timm makes with ``features_only=True``."""
+    inner = model.model if isinstance(model, FeatureGetterNet) else model
+    if not isinstance(inner, NeighborhoodTransformer):
+        raise TypeError(f"model must be a NAT or DiNAT (NeighborhoodTransformer), got {type(inner).__name__}")
+    return inner
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    if not file.is_file():
+        raise ValueError(f"there is no file of weights {file}")
+    try:
+        return load_state_dict(str(file))
+    except Exception as error:  # whatever the readers of the formats make of it
+        raise ValueError(f"{file} is not a file of weights: {str(error).splitlines()[0]}") from error
 
 
 def _fits(own: Mapping[str, Tensor], name: str, weight: Tensor) -> bool:

@@ -112,6 +112,16 @@ def _cfg(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 default_cfgs = generate_default_cfgs({name: _cfg(name, arguments) for name, arguments in _MODELS.items()})
 
 
+def is_neighborhood_model(name: str) -> bool:
+    """Whether a name is that of one of these models."""
+    return name.split(".")[0] in _MODELS
+
+
+def neighborhood_model_names() -> list[str]:
+    """The names of these models."""
+    return list(_MODELS)
+
+
 def checkpoint_filter_fn(state_dict: Mapping[str, Any], model: NeighborhoodTransformer) -> dict[str, Tensor]:
     """What timm calls to load published weights."""
     return convert_checkpoint(state_dict, model)

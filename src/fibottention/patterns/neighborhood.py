@@ -144,18 +144,19 @@ def neighborhood(
     check_sizes(num_heads, int(np.prod(grid)), prefix_tokens)
     if relation and set(strides) != {1}:
         raise ValueError(f"a relative bias needs stride=1, got {stride}")
-    windows = [_windows(*of_axis) for of_axis in zip(grid, kernels, strides, dilations, causal, strict=True)]
+    windows = [_windows(grid, *of_axis) for of_axis in zip(grid, kernels, strides, dilations, causal, strict=True)]
     pattern = _product(num_heads, grid, kernels, windows, relation, prefix_tokens)
     _recent.put(arguments, pattern)
     return pattern
 
 
-def _windows(length: int, kernel: int, stride: int, dilation: int, causal: bool) -> _Axis:
+def _windows(grid: tuple[int, ...], length: int, kernel: int, stride: int, dilation: int, causal: bool) -> _Axis:
     if stride > kernel:
         raise ValueError(f"stride must be at most kernel_size ({kernel}), got {stride}")
     if kernel * dilation > length:
         raise ValueError(
-            f"kernel_size * dilation must be at most the length of the axis ({length}), got {kernel} * {dilation}"
+            f"kernel_size * dilation must be at most the length of the axis ({length}), got {kernel} * {dilation}; the "
+            f"grid is {' x '.join(map(str, grid))}"
         )
     query = np.arange(length)
     # Tokens of one residue modulo the dilation form a sequence of their own, in which windows are contiguous.

@@ -212,6 +212,13 @@ def test_recipes_of_pre_training_and_fine_tuning():
         assert {"dinat_large": "86.6", "dinat_large_384": "87.4", "dinat_large_384_11x11": "87.5"}[name] in text
 
 
+def test_nat_and_dinat_are_left_as_they_are_unless_told():
+    assert classification_config({}, ["--model.name", "dinat_mini"]).attention == {"name": "none"}
+    assert classification_config({"model": {"name": "nat_tiny"}}).attention == {"name": "none"}
+    told = classification_config({}, ["--model.name", "dinat_mini", "--attention.name", "dense"])
+    assert told.attention["name"] == "dense"
+
+
 def test_recipes_and_overrides():
     recipe = load_recipe("vit_base_cifar10")
     config = classification_config(recipe, ["--optim.lr", "0.5", "--attention.w_max=30", "--data.strict=true"])

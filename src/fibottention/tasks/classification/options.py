@@ -12,6 +12,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from fibottention.errors import UserError
+from fibottention.models.neighborhood_registry import is_neighborhood_model
 from fibottention.specs import nearest
 from fibottention.tasks.classification.config import ClassificationConfig, attention_spec
 
@@ -96,6 +97,7 @@ def classification_config(recipe: dict[str, Any], overrides: list[str] | None = 
     if "name" in attention_words:
         attention = {}
     attention.update(attention_words)
+    chosen = "attention" in recipe or bool(attention_words)
     attention.setdefault("name", "fibottention")
     spec = attention_spec(attention)
     attention = {"name": "none"} if spec is None else spec.to_dict()
@@ -118,6 +120,8 @@ def classification_config(recipe: dict[str, Any], overrides: list[str] | None = 
         if "nrecognized arguments:" in message:
             raise UserError(_unknown(message.split("arguments:")[1].split()[0])) from error
         raise UserError(_reworded(message)) from error
+    if not chosen and is_neighborhood_model(groups.model.name):
+        attention = {"name": "none"}  # such a model has an attention of its own
     return ClassificationConfig(**{group: groups[group] for group in _GROUPS}, attention=attention)
 
 
