@@ -107,6 +107,8 @@ def check() -> int:
     if not ARGUMENTS.tiny:
         relation = relation_pattern()
         cases += [("window with a relation", relation, d, "-inf", True, 32) for d in (torch.float32, torch.bfloat16)]
+        around = patterns.neighborhood(3, (20, 24), 7, dilation=2, relation=True, prefix_tokens=1)
+        cases += [("dilated neighborhood with a relation", around, d, "-inf", True, 32) for d in TOLERANCE]
         cases += [("offsets", wythoff(3, 300), torch.float32, "-inf", False, dim) for dim in (1, 7, 128, 200, 256)]
     for name, pattern, dtype, fill, bias, dim in cases:
         try:
