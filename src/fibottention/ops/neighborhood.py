@@ -131,7 +131,7 @@ def neighborhood_attention(
         backend = "auto"
 
     groups = static_size(query.shape[-2]) // static_size(key.shape[-2])
-    prefix = 0 if additional_keys is None else additional_keys.shape[1]
+    prefix = 0 if additional_keys is None else static_size(additional_keys.shape[1])
     if additional_keys is not None and additional_values is not None:
         # Prefix tokens are seen by all tokens; what they see themselves is thrown away.
         queries = query.new_zeros(query.shape[0], prefix, *query.shape[-2:])

@@ -140,9 +140,36 @@ def test_the_published_policy_takes_every_level_it_draws():
         assert transform(image).isfinite().all()
 
 
+def test_repeated_augmentation_shows_images_several_times_each_time_otherwise(tmp_path):
+    root = photo_folder(tmp_path)
+    data = ClassificationData(config(root, repeats=3, batch_size=6))
+    data.set_epoch(0)
+    indices = list(data.sampler)
+    length = len(data.train_dataset)
+    assert len(indices) == len(data.sampler) == length == 24
+    assert all(len({i % length for i in indices[k : k + 3]}) == 1 for k in range(0, length, 3))
+    assert len({i % length for i in indices}) == length // 3
+    (a, target, _), (b, same_target, _) = (data.train_dataset[i] for i in indices[:2])
+    assert target == same_target
+    assert not torch.equal(a, b)
+    data.set_epoch(1)
+    assert {i % length for i in data.sampler} != {i % length for i in indices}
+
+
+def test_the_policy_for_cifar():
+    image = open_source(DataConfig(), train=True).load(0)[0].convert("RGB")
+    options = {"crop": "none", "flip": 0.0}
+    plain = train_transform(DataConfig(image_size=28), AugmentConfig(**options), 3)
+    policy = train_transform(DataConfig(image_size=28), AugmentConfig(auto_augment="cifar", **options), 3)
+    torch.manual_seed(0)
+    changed = [not torch.equal(policy(image), plain(image)) for _ in range(20)]
+    assert sum(changed) > 10
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda c: setattr(c.augment, "repeats", 0), "augment.repeats must be at least 1, got 0"),
         (lambda c: setattr(c.data, "image_size", 0), "data.image_size must be at least 1"),
         (lambda c: setattr(c.data, "resize", 16), "data.resize must be at least data.image_size=32, got 16"),
         (lambda c: (setattr(c.augment, "mixup", 0.4), setattr(c.train, "batch_size", 100)), "larger than the 24"),

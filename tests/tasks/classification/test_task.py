@@ -150,7 +150,7 @@ def shipped_recipes():
 
 
 def test_recipes_of_fibottention_have_the_published_settings():
-    recipes = {n: r for n, r in shipped_recipes().items() if "nat_" not in n and n != "demo"}
+    recipes = {n: r for n, r in shipped_recipes().items() if "nat_" not in n and "sata" not in n and n != "demo"}
     assert len(recipes) == 16
     for config, text in recipes.values():
         assert timm.is_model(config.model.name)
@@ -210,6 +210,34 @@ def test_recipes_of_pre_training_and_fine_tuning():
         assert (config.optim.lr, config.optim.weight_decay, config.optim.warmup_epochs) == (5e-5, 1e-4, 0)
         assert (config.optim.schedule, config.augment.mixup, config.augment.cutmix) == ("poly", 0.0, 0.0)
         assert {"dinat_large": "86.6", "dinat_large_384": "87.4", "dinat_large_384_11x11": "87.5"}[name] in text
+
+
+def test_recipes_of_sata_have_the_published_settings():
+    recipes = {n: r for n, r in shipped_recipes().items() if n.startswith("sata_")}
+    # Facts on SATA, small-data recipe: t, lr, lr2.
+    published = {
+        "sata_vit_cifar100": (0.1, 3e-3, 7e-5),
+        "sata_vit_tiny_imagenet": (0.1, 3e-3, 1e-3),
+        "sata_pit_cifar100": (0.05, 1e-3, 1e-3),
+        "sata_pit_tiny_imagenet": (0.1, 1e-3, 3e-4),
+    }
+    assert recipes.keys() == published.keys()
+    for name, (config, text) in recipes.items():
+        optim, augment = config.optim, config.augment
+        assert (config.attention["threshold"], optim.lr, optim.transform_lr) == published[name]
+        assert (config.attention["name"], config.attention["scale"], config.attention["on"]) == ("sata", 0.5, None)
+        size = 32 if "cifar" in name else 64
+        assert (config.model.name, config.data.image_size) == (f"{name.split('_')[1]}_small_data_{size}", size)
+        assert (optim.weight_decay, optim.warmup_epochs, optim.warmup_lr, optim.min_lr) == (0.05, 10, 1e-6, 1e-6)
+        assert (config.train.epochs, config.train.batch_size, config.train.mixed_precision) == (100, 128, "no")
+        assert (augment.auto_augment, augment.repeats, augment.crop, augment.random_erasing) == (
+            "cifar",
+            3,
+            "padded",
+            0.25,
+        )
+        assert (augment.mix_probability, augment.label_smoothing, config.model.drop_path) == (0.5, 0.1, 0.1)
+        assert "Published" in text
 
 
 def test_nat_and_dinat_are_left_as_they_are_unless_told():

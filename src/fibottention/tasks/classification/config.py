@@ -77,7 +77,9 @@ class AugmentConfig:
         scale: Range of the area of a random resized crop.
         flip: Probability of a horizontal flip.
         color_jitter: Strength of colour jitter, if there is no auto_augment.
-        auto_augment: Policy in timm's notation, for example rand-m9-mstd0.5-inc1; none if null.
+        auto_augment: Policy in timm's notation, for example rand-m9-mstd0.5-inc1, or cifar, AutoAugment's policy for
+            CIFAR; none if null.
+        repeats: How often an image is seen in an epoch, each time augmented anew; the epoch has as many images in all.
         random_erasing: Probability of random erasing.
         mixup: Mixup alpha.
         cutmix: CutMix alpha.
@@ -90,6 +92,7 @@ class AugmentConfig:
     flip: float = 0.5
     color_jitter: float = 0.0
     auto_augment: str | None = None
+    repeats: int = 1
     random_erasing: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
@@ -156,6 +159,7 @@ _RANGES: tuple[tuple[str, float | None, float | None], ...] = (
     ("optim.min_lr", 0, None),
     ("augment.flip", 0, 1),
     ("augment.color_jitter", 0, None),
+    ("augment.repeats", 1, None),
     ("augment.random_erasing", 0, 1),
     ("augment.mixup", 0, None),
     ("augment.cutmix", 0, None),

@@ -77,7 +77,7 @@ def train_transform(config: DataConfig, augment: AugmentConfig, in_chans: int) -
             scale=augment.scale,
             hflip=augment.flip,
             color_jitter=augment.color_jitter,
-            auto_augment=augment.auto_augment,
+            auto_augment=None if augment.auto_augment == "cifar" else augment.auto_augment,
             interpolation=config.interpolation,
             mean=tuple(mean),
             std=tuple(std),
@@ -96,6 +96,8 @@ def train_transform(config: DataConfig, augment: AugmentConfig, in_chans: int) -
         else:
             steps.append(v2.CenterCrop(size))
         first = v2.Compose([*steps, v2.RandomHorizontalFlip(augment.flip)])
+    if augment.auto_augment == "cifar":
+        first = v2.Compose([first, v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)])
     return v2.Compose([first, second, last])
 
 
@@ -122,9 +124,10 @@ def _isolated_seed(seed: int) -> Iterator[None]:
 class ClassificationDataset(Dataset[tuple[Tensor, int, int]]):
     """Transformed images of a source, as ``(image, target, unreadable)``.
 
-    What a sample looks like depends on the seed, the epoch and its index only, not on the process that loads it. A
-    sample that cannot be read has its index in ``unreadable`` (else -1): in training the next readable image takes
-    its place, in evaluation it has the target -1.
+    What a sample looks like depends on the seed, the epoch and its index only, not on the process that loads it.
+    Indices past the end are the same images once more, augmented otherwise. A sample that cannot be read has its place
+    in the source in ``unreadable`` (else -1): in training the next readable image takes its place, in evaluation it has
+    the target -1.
 
     Args:
         source: Images and labels.
@@ -153,7 +156,7 @@ class ClassificationDataset(Dataset[tuple[Tensor, int, int]]):
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        unreadable = -1
+        unreadable, place = -1, index % len(self.source)
         for attempt in range(_ATTEMPTS if self.train else 1):
             current = (index + attempt) % len(self.source)
             try:
@@ -162,28 +165,33 @@ class ClassificationDataset(Dataset[tuple[Tensor, int, int]]):
             except Exception as error:
                 if self.strict:
                     raise UserError(f"cannot read {self.source.name(current)}: {error}") from error
-                unreadable = index if attempt == 0 else unreadable
+                unreadable = place if attempt == 0 else unreadable
                 continue
             with _isolated_seed(zlib.crc32(f"{self.seed} {self.epoch} {index}".encode())):
                 return self.transform(image), target, unreadable
         if self.train:
-            raise UserError(f"cannot read {_ATTEMPTS} images in a row, from {self.source.name(index)} on")
+            raise UserError(f"cannot read {_ATTEMPTS} images in a row, from {self.source.name(place)} on")
         blank = Image.new("L" if self.in_chans == 1 else "RGB", (64, 64))
-        return self.transform(blank), -1, index
+        return self.transform(blank), -1, place
 
 
 class EpochSampler(Sampler[int]):
-    """All indices in an order that depends on the seed and the epoch only, so all processes agree on it."""
+    """Indices in an order that depends on the seed and the epoch only, so all processes agree on it.
 
-    def __init__(self, length: int, seed: int) -> None:
-        self.length, self.seed, self.epoch = length, seed, 0
+    Each image once, or, with ``repeats``, part of them so often, one repetition after the other.
+    """
+
+    def __init__(self, length: int, seed: int, repeats: int = 1) -> None:
+        self.length, self.seed, self.repeats, self.epoch = length, seed, repeats, 0
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {self.epoch} order".encode()))
-        return iter(torch.randperm(self.length, generator=generator).tolist())
+        order = torch.randperm(self.length, generator=generator)[:, None]
+        repeated = order + self.length * torch.arange(self.repeats)
+        return iter(repeated.flatten()[: self.length].tolist())
 
 
 class _StreamDataset(IterableDataset[tuple[Tensor, int, int]]):
@@ -229,8 +237,11 @@ class ClassificationData:
         check_ranges(config)
         evaluate, augmented = eval_transform(data, in_chans), train_transform(data, config.augment, in_chans)
         if self.is_stream:
-            if data.limit is not None or data.strict:
-                raise UserError(f"data.limit and data.strict do not work with streamed data (data.name={data.name})")
+            if data.limit is not None or data.strict or config.augment.repeats > 1:
+                raise UserError(
+                    "data.limit, data.strict and augment.repeats do not work with streamed data "
+                    f"(data.name={data.name})"
+                )
             classes = config.model.options.get("num_classes")
             if not isinstance(classes, int):
                 raise UserError(f"model.options.num_classes must be given for streamed data (data.name={data.name})")
@@ -249,7 +260,7 @@ class ClassificationData:
             common: dict[str, Any] = {"in_chans": in_chans, "seed": seed, "strict": data.strict}
             self.train_dataset = ClassificationDataset(train_source, augmented, train=True, **common)
             self.val_dataset = ClassificationDataset(val_source, evaluate, train=False, **common)
-            self.sampler = EpochSampler(len(train_source), seed)
+            self.sampler = EpochSampler(len(train_source), seed, config.augment.repeats)
         settings: dict[str, Any] = {
             "batch_size": batch_size,
             "num_workers": workers,
