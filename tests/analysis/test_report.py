@@ -29,7 +29,7 @@ def test_report_is_self_contained_and_complete(runs, tmp_path):
     html = path.read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)', html)
     pictures = re.findall(r"data:image/png;base64,([^\"]+)", html)
-    assert len(pictures) == 1 + 3 + 2 + 3  # curves, confusion matrices, masks of the specs, attention maps
+    assert len(pictures) == 1 + 3 + 2 + 3 + 3  # curves, confusion matrices, masks of the specs, maps, trivial attention
     for picture in pictures:
         assert base64.b64decode(picture).startswith(b"\x89PNG")
     for text in (

@@ -14,7 +14,7 @@ from fibottention.ops.attention import sparse_attention
 from fibottention.ops.pairs import pair_sum_transposed
 from fibottention.specs import Dense
 
-__all__ = ["AttentionMap", "attention_maps"]
+__all__ = ["AttentionMap", "attention_maps", "captured_attention"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,25 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
     Raises:
         ValueError: If the model is not one that `sparsify` supports.
     """
+    return [
+        AttentionMap(name, _map(module, q, k, scale), module.prefix_tokens > 0)
+        for name, module, q, k, scale in captured_attention(model, images)
+    ]
+
+
+_Captured = tuple[str, PatternAttention, Tensor, Tensor, float | None]
+
+
+def captured_attention(model: nn.Module, images: Tensor) -> list[_Captured]:
+    """Name, module, queries, keys and scale of the layers of `attention_maps`, on some images.
+
+    Args:
+        model: As for `attention_maps`.
+        images: ``(B, C, H, W)``, normalized.
+
+    Raises:
+        ValueError: If the model is not one that `sparsify` supports.
+    """
     if any(isinstance(module, NeighborhoodAttention2D) for module in model.modules()):
         return []
     if not any(isinstance(module, PatternAttention) for module in model.modules()):
@@ -71,11 +90,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
         model.train(was_training)
         for hook in hooks:
             hook.remove()
-    maps = []
-    for name, (q, k, scale) in captured.items():
-        values = _map(modules[name], q, k, scale)
-        maps.append(AttentionMap(name.removesuffix(".sparse"), values, modules[name].prefix_tokens > 0))
-    return maps
+    return [(name.removesuffix(".sparse"), modules[name], *of_layer) for name, of_layer in captured.items()]
 
 
 @torch.no_grad()

@@ -16,10 +16,11 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from fibottention.analysis.attention_maps import attention_maps
 from fibottention.analysis.masks import mask_figure
+from fibottention.analysis.trivial_attention import draw_trivial_attention, trivial_attention
 from fibottention.errors import UserError
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.tasks.classification.config import ClassificationConfig
@@ -50,6 +51,7 @@ class _RunPage:
     confusion: str = ""
     masks: str = ""
     scales: str = ""
+    trivial: str = ""
     maps: str = ""
     maps_note: str = ""
 
@@ -108,6 +110,7 @@ def _page(folder: Path, name: str, colour: str) -> _RunPage:
     if "transform_scales" in page.records[-1]:
         page.scales = _encode(_scales(page.records))
     page.maps, page.maps_note = _attention_figure(model, config, run)
+    page.trivial = _trivial_figure(model, config, run)
     return page
 
 
@@ -116,13 +119,8 @@ def _attention_figure(model: nn.Module, config: ClassificationConfig, run: Run) 
     samples = run.read_json("samples.json") or []
     if not samples:
         return "", "No sample images were kept."
-    images = []
-    for sample in samples:
-        with Image.open(run.folder / sample["file"]) as image:
-            images.append(open_image(image, config.model.in_chans))
-    transform = eval_transform(config.data, config.model.in_chans)
     try:
-        inputs = torch.stack([transform(image) for image in images])
+        inputs = _sample_inputs(config, run)
         maps = attention_maps(model, inputs)
     except ValueError as error:
         return "", f"No attention maps: {error}."
@@ -133,13 +131,13 @@ def _attention_figure(model: nn.Module, config: ClassificationConfig, run: Run) 
     if grid**2 != last.values.shape[-1]:
         return "", "No attention maps: the tokens form no square grid."
     heads = min(last.values.shape[1], 12)
-    values = last.values[:, :heads].reshape(len(images), heads, grid, grid).float().cpu()
-    figure = Figure(figsize=(1.15 * (heads + 1) + 0.2, 1.2 * len(images) + 0.5), layout="constrained")
-    axes = figure.subplots(len(images), heads + 1, squeeze=False)
+    values = last.values[:, :heads].reshape(len(inputs), heads, grid, grid).float().cpu()
+    figure = Figure(figsize=(1.15 * (heads + 1) + 0.2, 1.2 * len(inputs) + 0.5), layout="constrained")
+    axes = figure.subplots(len(inputs), heads + 1, squeeze=False)
     mean, std = (torch.tensor(v).view(-1, 1, 1) for v in normalization(config.data, config.model.in_chans))
     # What the model sees: resized, and cropped to the centre.
     seen = (inputs * std + mean).clamp(0, 1).permute(0, 2, 3, 1).squeeze(-1).numpy()
-    for row in range(len(images)):
+    for row in range(len(inputs)):
         axes[row, 0].imshow(seen[row], cmap="gray")
         axes[row, 0].set_ylabel(samples[row]["class"][:18], fontsize=7)
         for head in range(heads):
@@ -151,6 +149,27 @@ def _attention_figure(model: nn.Module, config: ClassificationConfig, run: Run) 
                 axis.set_title("image" if column == 0 else f"head {column}", fontsize=8)
     query = "of the first prefix token (CLS)" if last.of_prefix else "averaged over all queries"
     return _encode(figure), f"Attention {query} in {last.layer}, each map on its own scale."
+
+
+def _sample_inputs(config: ClassificationConfig, run: Run) -> Tensor:
+    """The run's sample images as the model gets them."""
+    transform = eval_transform(config.data, config.model.in_chans)
+    inputs = []
+    for sample in run.read_json("samples.json") or []:
+        with Image.open(run.folder / sample["file"]) as image:
+            inputs.append(transform(open_image(image, config.model.in_chans)))
+    return torch.stack(inputs)
+
+
+def _trivial_figure(model: nn.Module, config: ClassificationConfig, run: Run) -> str:
+    """How much attention goes to keys that hardly matter, on the sample images; empty where that cannot be said."""
+    if not run.read_json("samples.json"):
+        return ""
+    try:
+        layers = trivial_attention(model, _sample_inputs(config, run))
+    except ValueError:
+        return ""
+    return _encode(draw_trivial_attention(layers)) if layers else ""
 
 
 def _curves(pages: list[_RunPage]) -> Figure:
