@@ -96,7 +96,7 @@ def draw_trivial_attention(layers: list[TrivialAttention], threshold: float = 0.
     bins = np.logspace(-5, 0, 51)
     for panel, layer in zip(panels, layers, strict=False):
         for values, label in ((layer.weights, "weights"), (layer.sums, "sum of the trivial ones")):
-            # Per cent of all, though what is too small for the axis, such as the sums of queries without any, is not seen.
+            # Per cent of all, but what is too small for the axis (sums of queries without any) is not seen.
             seen = values[values >= bins[0]].double().cpu().numpy()
             panel.hist(seen, bins, weights=np.full(seen.shape, 100 / len(values)), alpha=0.6, label=label)
         panel.set_xscale("log")
