@@ -328,8 +328,10 @@ def test_neighborhoods_on_the_grid_of_patches(family):
     assert model(torch.zeros(1, 3, *shape)).shape == (1, 7)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3"])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [("vit_tiny_patch16_224", False), ("vit_small_patch16_dinov3", False), ("vit_tiny_patch16_224", True)],
+)
 def test_the_grid_is_that_of_each_image(name, compiled):
     """Images of another shape with as many tokens, or with another square number of them."""
     torch._dynamo.reset()
@@ -340,7 +342,7 @@ def test_the_grid_is_that_of_each_image(name, compiled):
     sparsify(model, Neighborhood(2))
     assert len(model.patch_embed._forward_pre_hooks) == 1
     run = torch.compile(copy.deepcopy(model), backend="aot_eager", dynamic=False) if compiled else copy.deepcopy(model)
-    for height, width in ((64, 64), (32, 128), (128, 128), (144, 64), (64, 256)):
+    for height, width in ((64, 64), (32, 128), (144, 64), *([] if compiled else [(128, 128), (64, 256)])):
         x = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0))
         fixed = timm.create_model(name, **{**options, "img_size": (height, width), "dynamic_img_size": False}).eval()
         weights = {k: v for k, v in model.state_dict().items() if k != "pos_embed"}

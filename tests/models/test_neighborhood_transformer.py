@@ -264,9 +264,9 @@ def test_merging_orders_the_neighbours_as_swin_does():
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiles_for_several_image_sizes(fullgraph):
     torch._dynamo.reset()
-    model = randomize(small(kernel_size=3))
+    model = randomize(small(kernel_size=3, depths=(1, 2), num_heads=(1, 2), dilations=(2, 2)))
     compiled = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
-    for size in ((64, 64), (96, 96), (80, 112)):
+    for size in ((64, 64), (80, 112)):
         torch.testing.assert_close(compiled(images(*size)), model(images(*size)), rtol=1e-3, atol=1e-3)
 
 

@@ -133,8 +133,12 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float64) for name in SETTINGS]
+    + [("2d", d) for d in TOLERANCE if d != torch.float64]
+    + [("2d_stride", torch.float32)],
+)
 def test_values_and_gradients(name, dtype, backend):
     grid, kernel, stride, *rest = SETTINGS[name]
     bias = kernel if set(stride) == {1} else None
@@ -152,7 +156,7 @@ def test_additional_keys_grouped_queries_value_dims_and_scale(name, backend):
 
 @pytest.mark.parametrize("more", [0, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["1d", "2d", "2d_stride", "3d"])
+@pytest.mark.parametrize("name", ["1d", "2d", "2d_stride"])
 def test_masked_keys(name, backend, more):
     grid, kernel, stride, *rest = SETTINGS[name]
     bias = kernel if set(stride) == {1} else None
@@ -248,7 +252,7 @@ def test_compiles_again_for_another_size(fullgraph):
 
     compiled = torch.compile(attend, fullgraph=fullgraph, backend="aot_eager")
     rpb = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(0))
-    for size in ((8, 8), (9, 9), (12, 7), (13, 20)):
+    for size in ((8, 8), (9, 9), (12, 7)):
         x = torch.randn(1, *size, 2, 4, generator=torch.Generator().manual_seed(1))
         torch.testing.assert_close(compiled(x, rpb), attend(x, rpb))
 
