@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from fibottention.adapters.timm import sparsify
 from fibottention.layers.neighborhood_attention import NeighborhoodAttention2D
 from fibottention.layers.pattern_attention import PatternAttention
+from fibottention.ops.arguments import WeightTransform
 from fibottention.ops.attention import sparse_attention
 from fibottention.ops.pairs import pair_sum_transposed
 from fibottention.specs import Dense
 
-__all__ = ["AttentionMap", "attention_maps", "captured_attention"]
+__all__ = ["AttentionMap", "attention_maps", "captured_attention", "kept_weights"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,25 @@ def captured_attention(model: nn.Module, images: Tensor) -> list[_Captured]:
     return [(name.removesuffix(".sparse"), modules[name], *of_layer) for name, of_layer in captured.items()]
 
 
+def kept_weights(
+    module: PatternAttention, q: Tensor, k: Tensor, scale: float, transform: WeightTransform | None
+) -> Tensor:
+    """The weights of a layer's kept pairs, ``(B, G, pairs)``, for queries and a scale after `with_temperature`."""
+    _, weights = sparse_attention(
+        q,
+        k,
+        k,
+        module.pattern(q.shape[2]),
+        bias=module.rpb,
+        scale=scale,
+        fill=module.spec.fill,
+        transform=transform,
+        return_weights=True,
+        backend="gather",
+    )
+    return weights
+
+
 @torch.no_grad()
 def _map(module: PatternAttention, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     prefix = module.prefix_tokens
@@ -107,17 +127,6 @@ def _map(module: PatternAttention, q: Tensor, k: Tensor, scale: float | None) ->
         weights = scores.masked_fill(~seen.to(q.device), float("-inf")).softmax(-1)
         weights = weights if module.transform is None else module.transform(weights)
         return weights[:, :, 0, prefix:]
-    _, weights = sparse_attention(
-        q,
-        k,
-        k,
-        pattern,
-        bias=module.rpb,
-        scale=scale,
-        fill=module.spec.fill,
-        transform=module.transform,
-        return_weights=True,
-        backend="gather",
-    )
+    weights = kept_weights(module, q, k, scale, module.transform)
     ones = torch.ones(*q.shape[:3], 1, dtype=weights.dtype, device=q.device)
     return pair_sum_transposed(weights, ones, pattern.key).squeeze(-1) / q.shape[2]

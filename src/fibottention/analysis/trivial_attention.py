@@ -10,9 +10,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from fibottention.analysis.attention_maps import captured_attention
+from fibottention.analysis.attention_maps import captured_attention, kept_weights
 from fibottention.layers.pattern_attention import PatternAttention
-from fibottention.ops.attention import sparse_attention
 from fibottention.ops.pairs import row_blocks
 
 __all__ = ["TrivialAttention", "draw_trivial_attention", "trivial_attention"]
@@ -61,20 +60,9 @@ def _of_layer(
     name: str, module: PatternAttention, q: Tensor, k: Tensor, scale: float | None, threshold: float
 ) -> TrivialAttention:
     q, scale = module.with_temperature(q, scale)
-    pattern = module.pattern(q.shape[2])
-    _, weights = sparse_attention(
-        q,
-        k,
-        k,
-        pattern,
-        bias=module.rpb,
-        scale=scale,
-        fill=module.spec.fill,
-        return_weights=True,
-        backend="gather",
-    )
+    weights = kept_weights(module, q, k, scale, None)
     sums, trivial = [], 0
-    for block in row_blocks(pattern, weights.device):
+    for block in row_blocks(module.pattern(q.shape[2]), weights.device):
         rows = weights[..., block.pairs]
         is_trivial = rows <= threshold * rows.amax(-1, keepdim=True)
         sums.append(rows.masked_fill(~is_trivial, 0.0).sum(-1).flatten())

@@ -9,11 +9,10 @@ from pathlib import Path
 from rich.table import Table
 
 from fibottention.analysis.masks import draw_masks
-from fibottention.cli.inspect_model import is_model
 from fibottention.cli.inspect_model import run as run_model
 from fibottention.cli.options import CommandParser, check_output, describe_specs, make_console
 from fibottention.errors import UserError
-from fibottention.models.neighborhood_registry import neighborhood_model_names
+from fibottention.models.neighborhood_registry import is_neighborhood_model, neighborhood_model_names
 from fibottention.patterns.pattern import Pattern
 from fibottention.specs import make_spec, spec_names
 from fibottention.tasks.classification.options import spec_options
@@ -24,7 +23,7 @@ __all__ = ["run"]
 
 def run(words: list[str]) -> int:
     """Run the command; returns the exit code."""
-    if any(is_model(word) for word in words):
+    if any(is_neighborhood_model(word) for word in words):
         return run_model(words)
     parser = CommandParser(
         prog="fibottention inspect",
@@ -48,7 +47,7 @@ def run(words: list[str]) -> int:
         if getattr(arguments, name) < (name == "head_dim"):
             raise UserError(f"--{name.replace('_', '-')} is out of range: {getattr(arguments, name)}")
     known = [*spec_names(), *neighborhood_model_names()]
-    if (close := difflib.get_close_matches(arguments.spec, known, n=1)) and is_model(close[0]):
+    if (close := difflib.get_close_matches(arguments.spec, known, n=1)) and is_neighborhood_model(close[0]):
         raise UserError(f"no spec or model is named {arguments.spec!r}; did you mean {close[0]!r}?")
     try:
         spec = make_spec(arguments.spec, **options)

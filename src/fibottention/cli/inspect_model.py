@@ -16,19 +16,13 @@ from fibottention.analysis.cost import whole_model_macs
 from fibottention.analysis.receptive_field import LevelField, draw_fields, level_fields
 from fibottention.cli.options import CommandParser, check_output, make_console
 from fibottention.errors import UserError
-from fibottention.models.neighborhood_registry import is_neighborhood_model
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
 from fibottention.tasks.classification.options import spec_options
 from fibottention.training.run import write_atomically
 
-__all__ = ["is_model", "run"]
+__all__ = ["run"]
 
 _MODEL_OPTIONS = [name for name in inspect.signature(NeighborhoodTransformer).parameters if name != "img_size"]
-
-
-def is_model(name: str) -> bool:
-    """Whether a name is that of a model which `run` can show."""
-    return is_neighborhood_model(name)
 
 
 def run(words: list[str]) -> int:

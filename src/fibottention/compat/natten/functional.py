@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fibottention.ops import neighborhood
-from fibottention.ops.constants import pair_relation
+from fibottention.ops.arguments import table_by_pair
 from fibottention.ops.neighborhood import Window, neighborhood_pattern
 from fibottention.ops.pairs import pair_dot, pair_sum
 from fibottention.patterns.pattern import Pattern
@@ -66,7 +66,7 @@ def _scores(
     if bias is not None:
         if bias.ndim != axes + 1 or bias.flatten(1).shape != (pattern.num_heads, pattern.num_buckets):
             raise ValueError(f"rpb must be of shape (heads, 2 * kernel_size - 1, ...), got {tuple(bias.shape)}")
-        scores = scores + bias.flatten(1)[:, pair_relation(pattern, query.device)].to(scores.dtype)
+        scores = scores + table_by_pair(bias.flatten(1), pattern).to(scores.dtype)
     window = pattern.stored_pairs // pattern.num_tokens
     scores = scores.view(*query.shape[:-1], window).to(query.dtype)
     if additional_keys is None:
