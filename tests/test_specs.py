@@ -3,6 +3,7 @@ import random
 
 import pytest
 import torch
+import yaml
 
 import fibottention
 from fibottention import (
@@ -92,10 +93,10 @@ def test_names_are_forgiving_about_case_and_dashes():
         (lambda: Fibottention(w_min=9, w_max=5), "w_min <= w_max, got 9 and 5"),
         (lambda: make_spec("random_pairs", density="x"), "density must be a number, got 'x'"),
         (lambda: SATA(threshold=2.0), r"threshold must be in .*, got 2.0"),
-        (lambda: SATA(on=SATA()), "on must be another spec, got SATA itself"),
-        (lambda: SATA(on=Fibottention(fill="zero")), "on must not have fill='zero'"),
-        (lambda: SATA(on="fibotention"), "did you mean 'fibottention'"),
-        (lambda: SATA(on=3), "SATA: on must be AttentionSpec or none, got 3"),
+        (lambda: SATA(over=SATA()), "over must be another spec, got SATA itself"),
+        (lambda: SATA(over=Fibottention(fill="zero")), "over must not have fill='zero'"),
+        (lambda: SATA(over="fibotention"), "did you mean 'fibottention'"),
+        (lambda: SATA(over=3), "SATA: over must be AttentionSpec or none, got 3"),
         (lambda: Dense(temperature=0), "temperature must be above 0, got 0"),
         (lambda: Neighborhood(dilation=[1, 2.5]), "dilation must be a whole number or a list of whole numbers, got"),
         (lambda: Neighborhood(dilation=()), r"kernel_size and dilation must be at least 1, got 7 and \(\)"),
@@ -118,18 +119,18 @@ def test_neighborhoods_take_their_dilations_in_turn_and_read_lists():
 
 
 def test_sata_composes_with_other_specs():
-    spec = make_spec({"name": "sata", "threshold": 0.05, "on": {"name": "fibottention", "w_min": 3}})
-    assert spec == SATA(0.05, on=Fibottention(w_min=3))
-    assert spec.to_dict()["on"] == Fibottention(w_min=3).to_dict()
+    spec = make_spec({"name": "sata", "threshold": 0.05, "over": {"name": "fibottention", "w_min": 3}})
+    assert spec == SATA(0.05, over=Fibottention(w_min=3))
+    assert spec.to_dict()["over"] == Fibottention(w_min=3).to_dict()
     assert make_spec(spec.to_dict()) == spec
     assert spec.pattern(12, 196, prefix_tokens=1, layer=3) is Fibottention(w_min=3).pattern(
         12, 196, prefix_tokens=1, layer=3
     )
-    assert SATA(on="lsa") == SATA(on=LSA())
-    assert SATA(on="lsa").learned_temperature
+    assert SATA(over="lsa") == SATA(over=LSA())
+    assert SATA(over="lsa").learned_temperature
     assert SATA().pattern(2, 9).is_dense
-    assert SATA(on=Dense(temperature=2.0)).temperature == 2.0
-    assert SATA(on=Neighborhood(3, rel_pos_bias=True)).bias_size == 25
+    assert SATA(over=Dense(temperature=2.0)).temperature == 2.0
+    assert SATA(over=Neighborhood(3, rel_pos_bias=True)).bias_size == 25
     assert SATA(0.2, 0.75, False, "absolute").transform().extra_repr() == (
         "threshold=0.2, scale=0.75, learnable=False, mode='absolute'"
     )
@@ -159,3 +160,12 @@ def test_a_new_spec_is_known_by_name():
 def test_nearest():
     assert nearest("lr", ["lr"]) == "; did you mean 'lr'?"
     assert nearest("zzz", ["a", "b"]) == "; valid are a, b"
+
+
+def test_options_are_what_they_look_like_in_yaml():
+    """YAML reads on, off, yes and no as true and false, also as names."""
+    for name in spec_names():
+        for option in make_spec(name).to_dict():
+            assert yaml.safe_load(f"{option}: 1") == {option: 1}
+    with pytest.raises(ValueError, match="attention spec 'sata' has no option 'True'"):
+        make_spec(yaml.safe_load("{name: sata, on: lsa}"))

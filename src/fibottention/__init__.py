@@ -33,7 +33,7 @@ from fibottention.specs import (
 )
 
 if TYPE_CHECKING:
-    from fibottention.adapters.timm import sparsify
+    from fibottention.adapters import sparsify
 
 __all__ = [
     "LSA",
@@ -83,8 +83,11 @@ if _find_spec("timm") is not None:
 def __getattr__(name: str) -> _Any:
     if name != "sparsify":
         raise AttributeError(f"module 'fibottention' has no attribute {name!r}")
-    if _find_spec("timm") is None:
-        raise ImportError("fibottention.sparsify needs timm; install it with: pip install 'fibottention[train]'")
-    from fibottention.adapters.timm import sparsify
+    if _find_spec("timm") is None and _find_spec("transformers") is None:
+        raise ImportError(
+            "fibottention.sparsify needs timm or transformers; install them with: pip install 'fibottention[train]' or "
+            "'fibottention[transformers]'"
+        )
+    from fibottention.adapters import sparsify
 
     return sparsify

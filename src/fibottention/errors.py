@@ -1,6 +1,6 @@
 """Errors that a user can mend: shown as one sentence, with exit code 2 on the command line."""
 
-__all__ = ["UserError"]
+__all__ = ["DivergedError", "UserError"]
 
 
 class UserError(Exception):
@@ -11,3 +11,7 @@ class UserError(Exception):
         if "Original Traceback" in message:
             message = message.rsplit("UserError: ", 1)[-1].strip()
         super().__init__(message)
+
+
+class DivergedError(UserError):
+    """The loss of a training run became infinite or no number."""

@@ -68,7 +68,7 @@ def test_equals_timm_with_the_formula(family, mode):
     assert all(float(g) != 0 for g in ours[:-1])
 
 
-@pytest.mark.parametrize("spec", [LSA(), SATA(on=LSA()), SATA(on=Dense(temperature=2.0)), Dense(temperature=3.0)])
+@pytest.mark.parametrize("spec", [LSA(), SATA(over=LSA()), SATA(over=Dense(temperature=2.0)), Dense(temperature=3.0)])
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_lsa_and_temperature_by_formula(spec, prefix):
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_lsa_and_temperature_by_formula(spec, prefix):
 @pytest.mark.parametrize("family", ["vit", "dinov3"])
 def test_sata_on_other_specs_trains(family, on):
     model, x = sharp(family), images(family)
-    sparsify(model, SATA(on=on))
+    sparsify(model, SATA(over=on))
     model(x).square().sum().backward()
     layers = [m for m in model.modules() if isinstance(m, PatternAttention)]
     assert all(m.transform.scale.grad is not None and m.transform.scale.grad.isfinite() for m in layers)
@@ -143,7 +143,7 @@ def test_a_layer_that_is_not_used_is_noticed_in_the_first_forward_pass():
 
 def test_compiles_in_one_graph():
     model, x = build("vit").eval(), images("vit")
-    sparsify(model, SATA(on=Fibottention()))
+    sparsify(model, SATA(over=Fibottention()))
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
 
 
@@ -151,7 +151,7 @@ def test_s_is_not_decayed():
     from timm.optim import param_groups_weight_decay
 
     model = build("vit")
-    sparsify(model, SATA(on=LSA()))
+    sparsify(model, SATA(over=LSA()))
     groups = param_groups_weight_decay(model, 0.05)
     decayed = {id(p) for g in groups if g["weight_decay"] for p in g["params"]}
     layers = [m for m in model.modules() if isinstance(m, PatternAttention)]

@@ -9,7 +9,7 @@ from tests.adapters.test_sata import sharp
 from tests.adapters.test_timm import images
 
 
-@pytest.mark.parametrize("spec", [None, Dense(), SATA(0.2), Fibottention(), SATA(on=Fibottention())])
+@pytest.mark.parametrize("spec", [None, Dense(), SATA(0.2), Fibottention(), SATA(over=Fibottention())])
 def test_equals_what_the_dense_weights_say(spec):
     model, x = sharp("vit"), images("vit")
     if spec is not None:

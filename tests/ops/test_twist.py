@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fibottention import Twist, sparse_attention
 from fibottention.patterns import Pattern, wythoff
@@ -26,13 +28,44 @@ def test_formula(mode, threshold):
     assert (twist(rows) != rows).any() == (threshold > 0)
 
 
-def test_the_suppressed_weight_is_bounded():
-    """The sum of the transformed trivial weights is at most s * t * m (facts on SATA)."""
-    rows = torch.randn(200, 30, dtype=torch.float64).mul(3).softmax(-1)
+@given(
+    scores=st.lists(st.lists(st.floats(-30, 30), min_size=5, max_size=5), min_size=1, max_size=4),
+    threshold=st.floats(0, 1),
+    scale=st.floats(0, 2),
+)
+def test_the_suppressed_weight_is_bounded(scores, threshold, scale):
+    """The sum of the transformed trivial weights is at most s * t * m (facts on SATA), and none is negative."""
+    rows = torch.tensor(scores, dtype=torch.float64).softmax(-1)
     top = rows.amax(-1, keepdim=True)
-    out = Twist(0.1, 0.5)(rows)
-    trivial = torch.where(rows <= 0.1 * top, out, 0.0).sum(-1, keepdim=True)
-    assert (trivial <= 0.5 * 0.1 * top + 1e-12).all()
+    out = Twist(threshold, scale).double()(rows)
+    trivial = torch.where(rows <= threshold * top, out, 0.0).sum(-1, keepdim=True)
+    assert (trivial <= scale * threshold * top * (1 + 1e-6) + 1e-30).all()
+    assert (out >= 0).all()
+    assert (out[rows > threshold * top] == rows[rows > threshold * top]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
+def test_limits_have_closed_forms(backend, dtype):
+    """t = 1: all weights are trivial and sum to 1; t = 0: none is; one trivial weight with s = 1 stays."""
+    pattern = Pattern.from_offsets([range(-11, 12)], 12, num_heads=2)
+    q, k, v = (t.to(dtype) for t in torch.randn(3, 1, 2, 12, 8, generator=torch.Generator().manual_seed(0)))
+    scores = q.double() @ k.double().mT / 8**0.5
+    weights = scores.softmax(-1)
+    limit = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    for threshold, scale, expected in (
+        (1.0, 0.5, 0.5 * weights**2),
+        (1.0, 0.0, 0.0 * weights),
+        (1.0, 1.0, weights**2),
+        (0.0, 0.5, weights),
+    ):
+        out = sparse_attention(q, k, v, pattern, transform=Twist(threshold, scale), backend=backend)
+        torch.testing.assert_close(out.double(), expected @ v.double(), rtol=limit, atol=limit)
+    two = Pattern.from_offsets([[0, 1]], 12, num_heads=2, allow_empty=True)
+    kept = scores.masked_fill(~two.mask(), float("-inf")).softmax(-1)
+    for threshold in (0.0, 0.9, 0.999):  # at most the smaller one of the two weights is trivial
+        out = sparse_attention(q, k, v, two, transform=Twist(threshold, 1.0), backend=backend)
+        torch.testing.assert_close(out.double(), kept @ v.double(), rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])

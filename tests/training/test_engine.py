@@ -186,7 +186,7 @@ def test_layer_decay_lowers_the_rates_of_early_layers(tmp_path):
 
 def sata_config():
     config = sparse_config(epochs=2)
-    config.attention = {"name": "sata", "threshold": 1.0, "on": {"name": "fibottention"}}
+    config.attention = {"name": "sata", "threshold": 1.0, "over": {"name": "fibottention"}}
     config.optim.transform_lr = 0.05
     config.optim.weight_decay = 0.5
     return config

@@ -1,11 +1,9 @@
 """`sparsify`: put an attention spec into a timm model, in place, keeping weights and state-dict keys."""
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from timm.models.cait import Cait
 from timm.models.convit import GPSA, ConVit
 from timm.models.eva import Eva
@@ -14,6 +12,8 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from fibottention.adapters.first_forward import FirstForward
+from fibottention.adapters.report import LayerReport, SparsifyReport
 from fibottention.adapters.timm_attention import SPARSE_CLASSES, adopt
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
@@ -21,98 +21,7 @@ from fibottention.ops.attention import Backend
 from fibottention.ops.eager import static_size
 from fibottention.specs import AttentionSpec, GridSize
 
-__all__ = ["LayerReport", "SparsifyReport", "sparsify"]
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """What one attention layer computes per image, before and after.
-
-    Attributes:
-        path: Path of the module in the model.
-        attention_class: Class of the replaced module.
-        num_heads: Number of heads.
-        head_dim: Size of one head.
-        num_tokens: Patch tokens of one sequence (of one window in Swin).
-        prefix_tokens: Prefix tokens of one sequence.
-        sequences: Sequences per image (the number of windows in Swin).
-        density: Share of pairs that are computed, prefix tokens included.
-        dense_macs: Multiply-accumulates of QK^T and AV over all pairs.
-        macs: Multiply-accumulates of QK^T and AV over the computed pairs.
-    """
-
-    path: str
-    attention_class: str
-    num_heads: int
-    head_dim: int
-    num_tokens: int
-    prefix_tokens: int
-    sequences: int
-    density: float
-    dense_macs: int
-    macs: int
-
-
-@dataclass(frozen=True)
-class SparsifyReport:
-    """What `sparsify` did; prints as a table.
-
-    Attributes:
-        model: Class of the model.
-        spec: The spec that was put in.
-        layers: One entry per replaced layer.
-    """
-
-    model: str
-    spec: AttentionSpec
-    layers: tuple[LayerReport, ...]
-
-    @property
-    def dense_macs(self) -> int:
-        """Attention multiply-accumulates per image over all pairs."""
-        return sum(layer.dense_macs for layer in self.layers)
-
-    @property
-    def macs(self) -> int:
-        """Attention multiply-accumulates per image over the computed pairs."""
-        return sum(layer.macs for layer in self.layers)
-
-    @property
-    def density(self) -> float:
-        """Computed multiply-accumulates as a share of those over all pairs."""
-        return self.macs / self.dense_macs
-
-    def __str__(self) -> str:
-        header = ("layer", "class", "heads", "head dim", "tokens", "density", "MACs before", "MACs after")
-        rows = [
-            (
-                layer.path,
-                layer.attention_class,
-                str(layer.num_heads),
-                str(layer.head_dim),
-                f"{layer.prefix_tokens}+{layer.num_tokens}" + (f" x {layer.sequences}" if layer.sequences > 1 else ""),
-                f"{layer.density:.2%}",
-                f"{layer.dense_macs / 1e6:.2f} M",
-                f"{layer.macs / 1e6:.2f} M",
-            )
-            for layer in self.layers
-        ]
-        total = (
-            "total",
-            "",
-            "",
-            "",
-            "",
-            f"{self.density:.2%}",
-            f"{self.dense_macs / 1e6:.2f} M",
-            f"{self.macs / 1e6:.2f} M",
-        )
-        widths = [max(len(row[i]) for row in (header, *rows, total)) for i in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-            for row in (header, *rows, total)
-        ]
-        return "\n".join([f"{self.model} with {self.spec}", *(line.rstrip() for line in lines)])
+__all__ = ["sparsify"]
 
 
 @dataclass(frozen=True)
@@ -204,7 +113,7 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
     for root in {id(site.root): site.root for site in sites}.values():
         _follow_grid(root, [sparse for site, sparse in replacements if site.root is root])
     if spec.transform() is not None:
-        _FirstForward.watch(model, {site.path: site.module for site, _ in replacements})
+        FirstForward.watch(model, {site.path: site.module for site, _ in replacements})
     return SparsifyReport(type(model).__name__, spec, tuple(layers))
 
 
@@ -231,38 +140,6 @@ def _follow_grid(root: Any, layers: list[PatternAttention]) -> None:
         root.patch_embed.register_forward_pre_hook(_GridHook(layers))
 
 
-class _FirstForward:
-    """Checks in a model's first forward pass that every attention layer was used; then it is gone."""
-
-    def __init__(self, layers: list[str]) -> None:
-        self.unused = set(layers)
-        self.handles: list[Any] = []
-
-    @classmethod
-    def watch(cls, model: nn.Module, layers: dict[str, nn.Module]) -> None:
-        """Watch the next forward pass of a model."""
-        check = cls(list(layers))
-        for path, module in layers.items():
-            check.handles.append(module.register_forward_hook(functools.partial(check.used, path)))
-        check.handles.append(model.register_forward_hook(check.end))
-
-    def used(self, path: str, *_: Any) -> None:
-        """A layer was used."""
-        self.unused.discard(path)
-
-    def end(self, *_: Any) -> None:
-        """The model's forward pass is over."""
-        if torch.compiler.is_compiling():
-            return
-        for handle in self.handles:
-            handle.remove()
-        if self.unused:
-            raise RuntimeError(
-                f"{len(self.unused)} attention layers were not used in the forward pass, such as {min(self.unused)}: "
-                "the model does not attend as its spec says"
-            )
-
-
 def _head_dim(module: Any) -> int:
     return getattr(module, "head_dim", None) or module.proj.in_features // module.num_heads
 
@@ -285,18 +162,15 @@ def _layer_report(site: _Site, sparse: PatternAttention) -> LayerReport:
     dense_class = _dense_name(module)
     if dense_class == "TalkingHeadAttn":
         pattern = pattern.union()
-    head_dim = _head_dim(module)
-    return LayerReport(
+    return LayerReport.of(
+        pattern,
+        head_dim=_head_dim(module),
+        sequences=site.sequences,
         path=site.path,
         attention_class=dense_class or "",
         num_heads=module.num_heads,
-        head_dim=head_dim,
         num_tokens=site.num_tokens,
         prefix_tokens=site.prefix_tokens,
-        sequences=site.sequences,
-        density=pattern.density(),
-        dense_macs=pattern.dense_macs(head_dim) * site.sequences,
-        macs=pattern.macs(head_dim) * site.sequences,
     )
 
 

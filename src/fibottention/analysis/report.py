@@ -4,7 +4,6 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,10 @@ from fibottention.tasks.classification.data import eval_transform, normalization
 from fibottention.tasks.classification.runs import load_model
 from fibottention.training.run import Run, write_atomically
 
-__all__ = ["write_report"]
+__all__ = ["COLOURS", "encode_figure", "write_page", "write_report"]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _LARGEST_CONFUSION = 30
 
 
@@ -70,13 +69,19 @@ def write_report(runs: Sequence[str | Path], output: str | Path) -> Path:
         UserError: If a folder is not that of a run with weights.
     """
     names = _short_names([Path(run) for run in runs])
-    pages = [_page(Path(run), names[i], _COLOURS[i % len(_COLOURS)]) for i, run in enumerate(runs)]
-    environment_ = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment_.from_string(files("fibottention.analysis").joinpath("report.html.j2").read_text())
-    html = template.render(pages=pages, curves=_encode(_curves(pages)))
+    pages = [_page(Path(run), names[i], COLOURS[i % len(COLOURS)]) for i, run in enumerate(runs)]
     output = Path(output)
     if output.parent != Path() and not output.parent.is_dir():
         raise UserError(f"the folder {output.parent} of the report does not exist")
+    return write_page(output, "report.html.j2", pages=pages, curves=encode_figure(_curves(pages)))
+
+
+def write_page(output: Path, template: str, **content: Any) -> Path:
+    """Write an HTML page from one of the package's templates."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fibottention.analysis", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    html = environment.get_template(template).render(**content)
     write_atomically(output, lambda path: path.write_text(html))
     return output
 
@@ -102,13 +107,13 @@ def _page(folder: Path, name: str, colour: str) -> _RunPage:
         command=saved.pop("command", None),
         config_text=yaml.safe_dump(saved, sort_keys=False),
     )
-    page.confusion = _encode(_confusion(best["confusion"], classes))
+    page.confusion = encode_figure(_confusion(best["confusion"], classes))
     sparse = next((m for m in model.modules() if isinstance(m, PatternAttention)), None)
     if sparse is not None and sparse._patterns:
         pattern = next(iter(sparse._patterns.values()))
-        page.masks = _encode(mask_figure(pattern, f"first layer: {pattern.density():.2%} of the pairs"))
+        page.masks = encode_figure(mask_figure(pattern, f"first layer: {pattern.density():.2%} of the pairs"))
     if "transform_scales" in page.records[-1]:
-        page.scales = _encode(_scales(page.records))
+        page.scales = encode_figure(_scales(page.records))
     page.maps, page.maps_note = _attention_figure(model, config, run)
     page.trivial = _trivial_figure(model, config, run)
     return page
@@ -148,7 +153,7 @@ def _attention_figure(model: nn.Module, config: ClassificationConfig, run: Run) 
             if row == 0:
                 axis.set_title("image" if column == 0 else f"head {column}", fontsize=8)
     query = "of the first prefix token (CLS)" if last.of_prefix else "averaged over all queries"
-    return _encode(figure), f"Attention {query} in {last.layer}, each map on its own scale."
+    return encode_figure(figure), f"Attention {query} in {last.layer}, each map on its own scale."
 
 
 def _sample_inputs(config: ClassificationConfig, run: Run) -> Tensor:
@@ -169,7 +174,7 @@ def _trivial_figure(model: nn.Module, config: ClassificationConfig, run: Run) ->
         layers = trivial_attention(model, _sample_inputs(config, run))
     except ValueError:
         return ""
-    return _encode(draw_trivial_attention(layers)) if layers else ""
+    return encode_figure(draw_trivial_attention(layers)) if layers else ""
 
 
 def _curves(pages: list[_RunPage]) -> Figure:
@@ -211,7 +216,7 @@ def _scales(records: list[dict[str, Any]]) -> Figure:
     over_time.set_ylabel("s")
     over_time.xaxis.set_major_locator(MaxNLocator(integer=True))
     over_time.legend(fontsize=6, ncols=2)
-    over_depth.plot(range(1, values.shape[1] + 1), values[-1], "o-", color=_COLOURS[0])
+    over_depth.plot(range(1, values.shape[1] + 1), values[-1], "o-", color=COLOURS[0])
     over_depth.set_xlabel("layer")
     over_depth.set_ylabel(f"s after epoch {epochs[-1]}")
     over_depth.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -242,7 +247,8 @@ def _confusion(matrix: list[list[int]], classes: list[str]) -> Figure:
     return figure
 
 
-def _encode(figure: Figure) -> str:
+def encode_figure(figure: Figure) -> str:
+    """A picture as PNG, in base64 for a page."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return base64.b64encode(buffer.getvalue()).decode()

@@ -56,15 +56,24 @@ class PatternAttention(nn.Module):
         self.grid_size = grid_size
         self.rpb: nn.Parameter | None = None
         if spec.bias_size:
-            self.rpb = nn.Parameter(torch.zeros(num_heads, spec.bias_size, device=device, dtype=dtype))
+            self.rpb = nn.Parameter(torch.empty(num_heads, spec.bias_size, device=device, dtype=dtype))
         self.temperature: nn.Parameter | None = None
         if spec.learned_temperature:
             if head_dim is None:
                 raise ValueError(f"head_dim must be given for {spec}, which learns a temperature, got None")
-            self.temperature = nn.Parameter(torch.full((num_heads,), head_dim**-0.5, device=device, dtype=dtype))
+            self.temperature = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         transform = spec.transform()
         self.transform = None if transform is None else transform.to(device=device, dtype=dtype)
         self._patterns: dict[tuple[int, GridSize | None], Pattern] = {}
+        self._initial_temperature = 1.0 if head_dim is None else head_dim**-0.5
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the table of biases and the temperature to their initial values."""
+        if self.rpb is not None:
+            nn.init.zeros_(self.rpb)
+        if self.temperature is not None:
+            nn.init.constant_(self.temperature, self._initial_temperature)
 
     def pattern(self, sequence_length: int) -> Pattern:
         """The pattern for a sequence of this many tokens, prefix tokens included.

@@ -41,11 +41,16 @@ class Twist(nn.Module):
             raise ValueError(f"mode must be one of {', '.join(get_args(TwistMode))}, got {mode!r}")
         self.threshold = threshold
         self.mode: TwistMode = mode
-        value = torch.tensor(float(scale))
+        self.initial_scale = float(scale)
+        value = torch.tensor(self.initial_scale)
         if learnable:
             self.scale = nn.Parameter(value)
         else:
             self.register_buffer("scale", value)
+
+    def reset_parameters(self) -> None:
+        """Set s to its initial value."""
+        nn.init.constant_(self.scale, self.initial_scale)
 
     def forward(self, weights: Tensor) -> Tensor:
         """Transform attention weights ``(..., keys)``; computed in float32 or better."""

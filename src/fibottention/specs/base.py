@@ -127,7 +127,7 @@ def make_spec(name: str | Mapping[str, Any], **options: Any) -> AttentionSpec:
     if spec is None:
         raise ValueError(f"no attention spec is named {name!r}{nearest(name, spec_names())}")
     valid = [field.name for field in fields(spec)]
-    for option in options:
+    for option in map(str, options):  # YAML keys may be numbers or true
         if option not in valid:
             has = f"it has {', '.join(valid)}" if valid else "it has no options"
             raise ValueError(f"attention spec {spec.name!r} has no option {option!r}{nearest(option, valid, has)}")

@@ -52,7 +52,7 @@ class SATA(AttentionSpec):
         scale: Initial factor s of the trivial weights; each layer has its own.
         learnable: Whether s is learned.
         mode: ``"relative"``, or ``"absolute"``: weights of at most ``threshold`` are trivial.
-        on: What it is put on: a spec, its name, or its plain data; all pairs if None.
+        over: What it is put on: a spec, its name, or its plain data; all pairs if None.
     """
 
     name: ClassVar[str] = "sata"
@@ -60,21 +60,21 @@ class SATA(AttentionSpec):
     scale: float = 0.5
     learnable: bool = True
     mode: TwistMode = "relative"
-    on: AttentionSpec | None = None
+    over: AttentionSpec | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "on", as_spec(self.on))
+        object.__setattr__(self, "over", as_spec(self.over))
         super().__post_init__()
-        if isinstance(self.on, SATA):
-            raise ValueError("SATA: on must be another spec, got SATA itself")
+        if isinstance(self.over, SATA):
+            raise ValueError("SATA: over must be another spec, got SATA itself")
         if self.fill == "zero":
-            raise ValueError("SATA: on must not have fill='zero', which gives weight to pairs that are not kept")
+            raise ValueError("SATA: over must not have fill='zero', which gives weight to pairs that are not kept")
         self.transform()  # raises for a threshold out of range
 
     @property
     def base(self) -> AttentionSpec:
         """The spec that it is put on."""
-        return self.on or Dense()
+        return self.over or Dense()
 
     @property
     def fill(self) -> Fill:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
-from fibottention.errors import UserError
+from fibottention.errors import DivergedError, UserError
 from fibottention.ops.twist import Twist
 from fibottention.specs import nearest
 from fibottention.training.config import OptimConfig, TrainConfig
@@ -299,7 +299,7 @@ class Trainer:
             if step in (0, self.steps_per_epoch - 1) or (step + 1) % _REPORT_STEPS == 0:
                 value = float(losses[-1])
                 if not math.isfinite(value):
-                    raise UserError(
+                    raise DivergedError(
                         f"the loss became {value} in epoch {epoch + 1}; lower optim.lr (now {self.lr:g}), set "
                         "optim.clip_grad, or train without mixed precision"
                     )

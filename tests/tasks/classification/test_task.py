@@ -225,7 +225,7 @@ def test_recipes_of_sata_have_the_published_settings():
     for name, (config, text) in recipes.items():
         optim, augment = config.optim, config.augment
         assert (config.attention["threshold"], optim.lr, optim.transform_lr) == published[name]
-        assert (config.attention["name"], config.attention["scale"], config.attention["on"]) == ("sata", 0.5, None)
+        assert (config.attention["name"], config.attention["scale"], config.attention["over"]) == ("sata", 0.5, None)
         size = 32 if "cifar" in name else 64
         assert (config.model.name, config.data.image_size) == (f"{name.split('_')[1]}_small_data_{size}", size)
         assert (optim.weight_decay, optim.warmup_epochs, optim.warmup_lr, optim.min_lr) == (0.05, 10, 1e-6, 1e-6)
@@ -281,7 +281,7 @@ def test_bad_recipes_are_named(tmp_path):
     for text, message in (
         ("optim: {lrr: 1}", "there is no option --optim.lrr"),
         ("optim: [", "is not valid YAML"),
-        ("- a", "must hold groups of options"),
+        ("- a", "must hold named options"),
         ("base: none.yaml", "there is no recipe"),
         ("base: r.yaml", "at most 3 deep"),
         ("base: {a: 1}", "must name another recipe"),

@@ -16,9 +16,19 @@ from fibottention.models.neighborhood_registry import is_neighborhood_model
 from fibottention.specs import nearest
 from fibottention.tasks.classification.config import ClassificationConfig, attention_spec
 
-__all__ = ["classification_config", "group_parser", "load_recipe", "spec_options"]
+__all__ = [
+    "OPTION_GROUPS",
+    "classification_config",
+    "group_parser",
+    "load_recipe",
+    "merge_options",
+    "read_yaml_file",
+    "shipped_recipes",
+    "spec_options",
+]
 
 _GROUPS = ("data", "model", "optim", "augment", "train")
+OPTION_GROUPS = (*_GROUPS, "attention")
 
 
 def group_parser(prog: str) -> ArgumentParser:
@@ -45,34 +55,56 @@ def load_recipe(name: str, seen: int = 0) -> dict[str, Any]:
     """
     path = Path(name)
     if not path.is_file():
-        shipped = {p.name.removesuffix(".yaml"): p for p in _shipped_recipes()}
+        shipped = shipped_recipes()
         stem = path.name.removesuffix(".yaml")
         if (path.suffix and path.name != name) or stem not in shipped:
             known = [word for word in shipped if not word.startswith("_")]
             raise UserError(f"there is no recipe {name!r}: no such file, and no shipped recipe{nearest(stem, known)}")
         path = shipped[stem]
-    try:
-        options = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"the recipe {path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(options, dict) or not all(isinstance(v, dict) for k, v in options.items() if k != "base"):
-        raise UserError(f"the recipe {path} must hold groups of options ({', '.join((*_GROUPS, 'attention'))})")
+    options = read_yaml_file(path, "recipe")
+    if not all(isinstance(value, dict) for key, value in options.items() if key != "base"):
+        raise UserError(f"the recipe {path} must hold groups of options ({', '.join(OPTION_GROUPS)})")
     base = options.pop("base", None)
     if base is None:
         return options
     if not isinstance(base, str) or seen >= 3:
         raise UserError(f"the recipe {path} must name another recipe as its base, at most 3 deep, got {base}")
-    return _merged(load_recipe(str(path.parent / base), seen + 1), options)
+    return merge_options(load_recipe(str(path.parent / base), seen + 1), options)
 
 
-def _shipped_recipes() -> list[Path]:
-    for folder in (files("fibottention") / "recipes", Path(__file__).parents[4] / "recipes"):
-        if folder.is_dir():
-            return sorted(Path(str(folder)).glob("*.yaml"))
-    return []
+def read_yaml_file(path: Path, what: str) -> dict[str, Any]:
+    """The mapping that a YAML file holds.
+
+    Args:
+        path: The file.
+        what: What to call it in a message.
+
+    Raises:
+        UserError: If the file is not YAML or holds something else.
+    """
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"the {what} {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"the {what} {path} must hold named options, got {content!r:.60}")
+    return content
 
 
-def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def shipped_recipes(folder: str = "") -> dict[str, Path]:
+    """The YAML files that come with the package, by name.
+
+    Args:
+        folder: Folder within that of the recipes.
+    """
+    for recipes in (files("fibottention") / "recipes", Path(__file__).parents[4] / "recipes"):
+        if recipes.is_dir():
+            return {path.stem: path for path in sorted((Path(str(recipes)) / folder).glob("*.yaml"))}
+    return {}
+
+
+def merge_options(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Groups of options, those of ``over`` in the place of those of ``base``; a spec's name replaces the whole spec."""
     merged = dict(base)
     for group, options in over.items():
         if group == "attention" and "name" in options:

@@ -12,7 +12,8 @@ from timm.data import Mixup
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-from fibottention.adapters.timm import SparsifyReport, sparsify
+from fibottention.adapters.report import SparsifyReport
+from fibottention.adapters.timm import sparsify
 from fibottention.errors import UserError
 from fibottention.models.neighborhood_checkpoints import convert_checkpoint
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer

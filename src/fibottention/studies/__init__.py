@@ -1,0 +1,1 @@
+"""Studies: many runs with one budget, side by side."""

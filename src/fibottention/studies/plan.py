@@ -1,0 +1,257 @@
+"""A study as a YAML file describes it: its runs, each with its configuration."""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fibottention.errors import UserError
+from fibottention.specs import nearest
+from fibottention.tasks.classification.config import ClassificationConfig
+from fibottention.tasks.classification.options import (
+    OPTION_GROUPS,
+    classification_config,
+    load_recipe,
+    merge_options,
+    read_yaml_file,
+    shipped_recipes,
+)
+
+__all__ = ["PlannedRun", "Study", "load_study", "study_names"]
+
+_KEYS = ("title", "base", "seeds", "reference", "settings", "variants", "grid", "quick")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a study.
+
+    Attributes:
+        setting: Name of the model and data; empty if the study has only one.
+        variant: Name of what is compared.
+        seed: Seed of the run.
+        config: All options of the run.
+        path: Folder of the run in that of the study.
+    """
+
+    setting: str
+    variant: str
+    seed: int
+    config: ClassificationConfig
+    path: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study, ready to run.
+
+    Attributes:
+        name: Name of the file, with ``-quick`` for the quick version.
+        title: What the study asks.
+        settings: Names of the models and data; one empty name if there is only one.
+        variants: Names of what is compared, in order.
+        cells: Values of the grid's options by variant, for the variants that the grid makes.
+        seeds: Seeds.
+        reference: Variant that the others are compared with.
+        runs: All runs, in the order in which they are made.
+    """
+
+    name: str
+    title: str
+    settings: tuple[str, ...]
+    variants: tuple[str, ...]
+    cells: dict[str, dict[str, Any]]
+    seeds: tuple[int, ...]
+    reference: str
+    runs: tuple[PlannedRun, ...]
+
+
+def study_names() -> list[str]:
+    """Names of the studies that come with the package."""
+    return [name for name in shipped_recipes("studies") if not name.startswith("_")]
+
+
+def load_study(
+    name: str,
+    *,
+    quick: bool = False,
+    seeds: Sequence[int] | None = None,
+    overrides: Sequence[str] = (),
+    roots: Mapping[str, str] | None = None,
+) -> Study:
+    """The study of a YAML file, or of a name that comes with the package.
+
+    The file holds ``title``; ``base``, a recipe; groups of options for all runs, as a recipe does; ``variants``, groups
+    of options by name; ``grid``, lists of values by option, whose combinations are variants too; ``settings``, models
+    and data by name, each with a ``base`` and groups of options; ``seeds``; ``reference``, the variant that the others
+    are compared with; and ``quick``, what is different in the quick version.
+
+    Args:
+        name: File or name.
+        quick: Whether to take the quick version.
+        seeds: Seeds in the place of the study's own.
+        overrides: Options for all runs, such as ``--train.epochs=3``.
+        roots: Folders of data by ``data.name``.
+
+    Raises:
+        UserError: If there is no such study or something in it is not valid.
+    """
+    path = _find(name)
+    content = read_yaml_file(path, "study")
+    for key in content:
+        if key not in (*_KEYS, *OPTION_GROUPS):
+            valid = [*_KEYS, *OPTION_GROUPS]
+            raise UserError(f"the study {path} has an unknown entry {key!r}{nearest(str(key), valid)}")
+    if quick:
+        content = _quick(content, path)
+    title = str(content.get("title", path.stem))
+    seeds = tuple(content.get("seeds", (0,)) if seeds is None else seeds)
+    if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
+        raise UserError(f"the seeds of a study must be different whole numbers of at least 0, got {list(seeds)}")
+    variants, cells = _variants(content, path)
+    reference = str(content.get("reference", next(iter(variants))))
+    if reference not in variants:
+        raise UserError(f"reference: no variant is named {reference!r}{nearest(reference, list(variants))}")
+    settings = content.get("settings") or {"": {}}
+    _check_groups(settings, path, "settings", ("base", *OPTION_GROUPS))
+    _check_overrides(overrides)
+
+    used: set[str] = set()
+    runs = []
+    for setting, setting_options in settings.items():
+        own = dict(setting_options)
+        base = own.pop("base", content.get("base"))
+        common = {} if base is None else _base(base, path)
+        common = merge_options(merge_options(common, _groups(content)), own)
+        for variant, options in variants.items():
+            try:
+                config = classification_config(merge_options(common, options), list(overrides))
+            except UserError as error:
+                raise UserError(f"variant {variant!r} of the study {path}: {error}") from error
+            if config.data.name in (roots or {}):
+                config.data.root = (roots or {})[config.data.name]
+                used.add(config.data.name)
+            folder = "/".join(_slug(part) for part in (setting, variant) if part)
+            for seed in seeds:
+                own_config = replace(config, train=replace(config.train, seed=seed))
+                runs.append(PlannedRun(setting, variant, seed, own_config, f"{folder}/seed-{seed}"))
+    for data in set(roots or {}) - used:
+        names = sorted({run.config.data.name for run in runs})
+        raise UserError(f"--root: the study uses no data named {data!r}{nearest(data, names)}")
+    _check_runs(runs, path)
+    # All variants with one seed before the next seed, so that a study cut short compares like with like.
+    runs.sort(key=lambda run: seeds.index(run.seed))
+    return Study(
+        path.stem + ("-quick" if quick else ""),
+        title,
+        tuple(settings),
+        tuple(variants),
+        cells,
+        seeds,
+        reference,
+        tuple(runs),
+    )
+
+
+def _find(name: str) -> Path:
+    path = Path(name)
+    if path.is_file():
+        return path
+    shipped = shipped_recipes("studies")
+    stem = path.name.removesuffix(".yaml")
+    if stem not in shipped or (path.suffix and path.name != name):
+        raise UserError(f"there is no study {name!r}: no such file, and no shipped study{nearest(stem, study_names())}")
+    return shipped[stem]
+
+
+def _quick(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    if not isinstance(content.get("quick"), dict):
+        raise UserError(f"the study {path} has no quick version: its entry 'quick' is missing")
+    quick = content["quick"]
+    for key in quick:
+        if key == "quick" or key not in (*_KEYS, *OPTION_GROUPS):
+            raise UserError(f"the study {path} has an unknown entry {key!r} in 'quick'")
+    rest = {key: value for key, value in content.items() if key not in OPTION_GROUPS}
+    return {**rest, **quick, **merge_options(_groups(content), _groups(quick))}
+
+
+def _groups(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {group: content[group] for group in OPTION_GROUPS if group in content}
+
+
+def _base(name: Any, path: Path) -> dict[str, Any]:
+    beside = path.parent / str(name)
+    return load_recipe(str(beside) if beside.is_file() else str(name))
+
+
+def _variants(content: dict[str, Any], path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Options by variant, and the grid's values by variant."""
+    variants = dict(content.get("variants") or {})
+    _check_groups(variants, path, "variants", OPTION_GROUPS)
+    grid = content.get("grid") or {}
+    if not isinstance(grid, dict) or not all(isinstance(values, list) and values for values in grid.values()):
+        raise UserError(f"grid of the study {path} must hold lists of values by option, got {grid!r:.80}")
+    for option in grid:
+        group, dot, name = str(option).partition(".")
+        if group not in OPTION_GROUPS or not dot or "." in name:
+            raise UserError(f"grid of the study {path} must name options as attention.scale, got {option!r}")
+    cells = {}
+    for values in itertools.product(*grid.values()) if grid else ():
+        cell = {str(option): value for option, value in zip(grid, values, strict=True)}
+        options: dict[str, Any] = {}
+        for option, value in cell.items():
+            group, _, name = option.partition(".")
+            options.setdefault(group, {})[name] = value
+        name = ", ".join(f"{option.partition('.')[2]}={value}" for option, value in cell.items())
+        if name in variants:
+            raise UserError(f"the study {path} has two variants named {name!r}")
+        variants[name], cells[name] = options, cell
+    if not variants:
+        raise UserError(f"the study {path} compares nothing: it needs variants or a grid")
+    return {str(name): options for name, options in variants.items()}, cells
+
+
+def _check_groups(named: Any, path: Path, what: str, valid: Sequence[str]) -> None:
+    if not isinstance(named, dict) or not all(isinstance(options, dict) for options in named.values()):
+        raise UserError(f"{what} of the study {path} must hold groups of options by name, got {named!r:.80}")
+    for name, options in named.items():
+        for group, values in options.items():
+            if group not in valid:
+                raise UserError(f"{name!r} in {what} of the study {path}: no group {group!r}{nearest(group, [*valid])}")
+            if group != "base" and not isinstance(values, dict):
+                raise UserError(f"{name!r} in {what} of the study {path}: {group} must hold options, got {values!r}")
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    for word in overrides:
+        if word.startswith("--attention."):
+            raise UserError(f"{word}: a study chooses its attention itself; change the study's file instead")
+        if word.split("=")[0] in ("--train.seed", "--train.output"):
+            instead = "--seeds" if "seed" in word else "--output"
+            raise UserError(f"{word.split('=')[0]} is not for studies; use {instead}")
+
+
+def _check_runs(runs: Sequence[PlannedRun], path: Path) -> None:
+    """Check that folders are different, and that the variants of a setting have the same data and budget."""
+    folders: dict[str, PlannedRun] = {}
+    budgets: dict[str, PlannedRun] = {}
+    for run in runs:
+        other = folders.setdefault(run.path, run)
+        if other is not run:
+            raise UserError(
+                f"the names {other.variant!r} and {run.variant!r} in the study {path} are too alike: both would be "
+                f"kept in the folder {run.path}"
+            )
+        first = budgets.setdefault(run.setting, run)
+        train = replace(first.config.train, seed=run.seed)
+        if (run.config.data, run.config.train) != (first.config.data, train):
+            raise UserError(
+                f"the variants {first.variant!r} and {run.variant!r} of the study {path} differ in data or train; all "
+                "variants of a setting must have the same data and budget"
+            )
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.=_]+", "-", name).strip("-.") or "-"

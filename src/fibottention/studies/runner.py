@@ -1,0 +1,170 @@
+"""Run a study, run by run, and keep its table, picture and page up to date."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from fibottention.analysis.report import encode_figure, write_page
+from fibottention.errors import DivergedError, UserError
+from fibottention.studies.plan import PlannedRun, Study
+from fibottention.studies.plots import curves_figure, results_figure
+from fibottention.studies.results import VariantResult, collect, table_rows, to_markdown
+from fibottention.tasks.classification.config import ClassificationConfig
+from fibottention.tasks.classification.runs import load_config, train_classification
+from fibottention.tasks.classification.task import build_model
+from fibottention.training.run import Run, write_atomically
+
+__all__ = ["RESULT_NOTE", "run_study"]
+
+RESULT_NOTE = (
+    "Mean ± standard deviation over the seeds (n - 1). Differences are between runs with the same seed. The best epoch "
+    "is chosen on the same images that it is measured on, so it is a little too high."
+)
+_DIVERGED = "diverged.json"
+
+
+def run_study(
+    study: Study, folder: Path, *, command: str, console: Console, main_process: bool = True
+) -> list[VariantResult]:
+    """Make the runs of a study that its folder lacks, go on with those that were stopped, and write what they give.
+
+    The folder gets ``results.md``, ``results.json``, ``results.png`` and ``report.html``, anew after each run.
+
+    Args:
+        study: The study.
+        folder: Its folder; new, or one in which the study was begun.
+        command: The command that repeats the study.
+        console: Where to report.
+        main_process: Whether this process writes.
+
+    Returns:
+        What the study gave, by variant.
+
+    Raises:
+        UserError: If an option is not valid, or a run in the folder has other options.
+    """
+    pending = [run for run in study.runs if not _is_finished(run, folder)]
+    _check_models(pending)
+    for number, planned in enumerate(study.runs, 1):
+        if planned not in pending:
+            continue
+        name = ", ".join(part for part in (planned.setting, planned.variant, f"seed {planned.seed}") if part)
+        if main_process:
+            console.rule(f"run {number} of {len(study.runs)}: {name}")
+        _run(planned, folder, command, console)
+        if main_process:
+            _write(study, folder, command)
+    if not main_process:
+        return []
+    return _write(study, folder, command)
+
+
+def _is_finished(planned: PlannedRun, folder: Path) -> bool:
+    """Whether a run has ended; refuses a run with other options."""
+    run = Run(folder / planned.path)
+    if run.config_path.exists():
+        if _essence(load_config(run)) != _essence(planned.config):
+            raise UserError(
+                f"{run.folder} holds a run with other options than the study has now; name another folder with "
+                "--output, or remove this one"
+            )
+        return (run.folder / "summary.json").is_file() or planned.path in _diverged(folder)
+    return planned.path in _diverged(folder)
+
+
+def _essence(config: ClassificationConfig) -> dict[str, Any]:
+    """The options that can change a result."""
+    return replace(
+        config,
+        data=replace(config.data, root=None, workers=0),
+        train=replace(config.train, output=None, device="auto"),
+    ).to_dict()
+
+
+def _diverged(folder: Path) -> dict[str, str]:
+    return Run(folder).read_json(_DIVERGED) or {}
+
+
+def _check_models(pending: Sequence[PlannedRun]) -> None:
+    """Build each model once, so that a variant that cannot be built is found before the first run."""
+    seen = set()
+    for planned in pending:
+        if (planned.setting, planned.variant) in seen:
+            continue
+        seen.add((planned.setting, planned.variant))
+        model = replace(planned.config.model, pretrained=False, checkpoint=None)
+        with torch.random.fork_rng(devices=[]):
+            try:
+                build_model(replace(planned.config, model=model), model.options.get("num_classes", 10))
+            except UserError as error:
+                raise UserError(f"variant {planned.variant!r}: {error}") from error
+
+
+def _run(planned: PlannedRun, folder: Path, command: str, console: Console) -> None:
+    run = Run(folder / planned.path)
+    begun = run.checkpoint() is not None
+    if not begun:
+        # What a kill before the end of the first epoch leaves behind holds nothing.
+        shutil.rmtree(run.folder, ignore_errors=True)
+    try:
+        train_classification(planned.config, run.folder, command=None if begun else command, console=console)
+    except DivergedError as error:
+        console.print(f"this run is left out: {error}", soft_wrap=True)
+        Run(folder).write_json(_DIVERGED, {**_diverged(folder), planned.path: str(error)})
+    except UserError as error:
+        raise UserError(f"variant {planned.variant!r}: {error}") from error
+
+
+def _write(study: Study, folder: Path, command: str) -> list[VariantResult]:
+    diverged = _diverged(folder)
+    results = collect(study, folder, diverged)
+    header, rows = table_rows(study, results)
+    finished = [run for result in results for run in result.finished]
+    text = (
+        f"# {study.title}\n\n{len(finished)} of {len(study.runs)} runs finished; seeds "
+        f"{', '.join(map(str, study.seeds))}. {RESULT_NOTE}\n\n{to_markdown(header, rows)}\nMade by `{command}`.\n"
+    )
+    content = {
+        "title": study.title,
+        "command": command,
+        "reference": study.reference,
+        "seeds": list(study.seeds),
+        "results": [result.to_dict() for result in results],
+        "diverged": diverged,
+    }
+    write_atomically(folder / "results.md", lambda path: path.write_text(text))
+    write_atomically(folder / "results.json", lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
+    plot: Figure | None = None
+    if finished:
+        plot = results_figure(study, results)
+        figure = plot
+        write_atomically(folder / "results.png", lambda path: figure.savefig(path, format="png", dpi=150))
+    curves = curves_figure(study, results)
+    first = {run.setting: run for run in reversed(study.runs)}
+    write_page(
+        folder / "report.html",
+        "study.html.j2",
+        study=study,
+        note=RESULT_NOTE,
+        header=header,
+        rows=rows,
+        results=results,
+        finished=len(finished),
+        diverged=diverged,
+        command=command,
+        plot=encode_figure(plot) if plot else "",
+        curves=encode_figure(curves) if curves else "",
+        configurations={
+            setting: yaml.safe_dump(run.config.to_dict(), sort_keys=False) for setting, run in first.items()
+        },
+        environment=finished[0].summary["environment"] if finished else None,
+    )
+    return results

@@ -1,0 +1,151 @@
+"""What a study gives: by hand, and from real runs."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from fibottention.cli.options import make_console
+from fibottention.errors import UserError
+from fibottention.studies.plan import load_study
+from fibottention.studies.plots import curves_figure, results_figure
+from fibottention.studies.results import Summary, collect, table_rows, to_markdown
+from fibottention.studies.runner import run_study
+from fibottention.training.run import Run
+from tests.tiny import TINY_WORDS
+
+TINY = TINY_WORDS[1:]
+
+
+@pytest.fixture
+def study(tmp_path):
+    content = {
+        "base": "demo",
+        "seeds": [0, 1],
+        "reference": "scale=1, threshold=0.1",
+        "attention": {"name": "sata"},
+        "grid": {"attention.scale": [1, 0], "attention.threshold": [0.1, 0.2]},
+    }
+    path = tmp_path / "grid.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return load_study(str(path))
+
+
+def pretend(study, folder, top1):
+    """Folders of finished runs with these top-1 values of two epochs, by variant and seed."""
+    for planned in study.runs:
+        values = top1.get((planned.variant, planned.seed))
+        if values is None:
+            continue
+        run = Run(folder / planned.path)
+        run.write_metrics([{"epoch": i + 1, "top1": value} for i, value in enumerate(values)])
+        attention = {"density": 0.25, "macs": 2e6}
+        run.write_json(
+            "summary.json",
+            {"top1": max(values), "parameters": 1000, "attention": attention, "step_milliseconds": 5 + planned.seed},
+        )
+
+
+def test_means_spreads_and_differences_by_hand(study, tmp_path):
+    names = study.variants
+    top1 = {(names[0], 0): (40, 50), (names[0], 1): (40, 60), (names[1], 0): (70, 52), (names[1], 1): (40, 66),
+            (names[2], 1): (10, 57)}  # fmt: skip
+    pretend(study, tmp_path, top1)
+    results = collect(study, tmp_path, {f"{names[2].replace(', ', '-')}/seed-0": "the loss became nan"})
+    first, second, third, fourth = results
+    assert first.last_top1 == Summary(55, pytest.approx(50**0.5), 2)
+    assert first.difference is None
+    assert second.top1 == Summary(68, pytest.approx(8**0.5), 2)
+    assert second.difference == Summary(4, pytest.approx(8**0.5), 2)  # 52 - 50 and 66 - 60
+    assert third.difference == Summary(-3, None, 1)
+    assert [run.state for run in third.runs] == ["diverged", "finished"]
+    assert fourth.last_top1 is None
+    header, rows = table_rows(study, results)
+    assert header[:2] == ["variant", "seeds"]
+    assert rows[1] == [
+        names[1], "2", "59.00 ± 9.90", "+4.00 ± 2.83", "68.00 ± 2.83", "0.001 M", "25.00%", "2.00 M", "5",
+    ]  # fmt: skip
+    assert rows[2][:4] == [names[2], "1 (1 diverged)", "57.00", "-3.00"]
+    assert rows[3][1:] == ["0 (2 not finished)", *[""] * 7]
+    assert to_markdown(["a", "b"], [["x|y", "1"]]) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n"
+
+    dots, grid = results_figure(study, results).axes
+    assert [t.get_text() for t in dots.get_yticklabels()] == list(names)
+    assert sum(len(line.get_xdata()) for line in dots.lines if line.get_marker() == "o") == 5
+    assert {t.get_text() for t in grid.texts} == {"55.00 ± 7.07", "59.00 ± 9.90", "57.00"}
+    assert (grid.get_ylabel(), grid.get_xlabel()) == ("scale", "threshold")
+    curves = curves_figure(study, results).axes[0]
+    assert [list(line.get_ydata()) for line in curves.lines] == [[40, 55], [55, 59], [10, 57]]
+
+
+def run_tiny(folder, seeds, **changes):
+    content = {
+        "title": "windows against all pairs",
+        "base": "demo",
+        "seeds": [0, 1],
+        "variants": {"dense": {"attention": {"name": "dense"}}, "window": {"attention": {"name": "longformer"}}},
+        **changes,
+    }
+    path = folder / "windows.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    study = load_study(str(path), seeds=seeds, overrides=TINY)
+    return study, run_study(study, folder / "out", command="the command", console=make_console())
+
+
+def test_a_study_from_the_command_line_and_one_more_seed(tmp_path):
+    run_tiny(tmp_path, [0])
+    out = tmp_path / "out"
+    kept = (out / "dense/seed-0/summary.json").stat().st_mtime_ns
+    # As after a kill: one run without a finished epoch, one with a checkpoint and no end.
+    (out / "window/seed-0/summary.json").unlink()
+    (out / "dense/seed-1").mkdir()
+    config = load_study(str(tmp_path / "windows.yaml"), overrides=TINY).runs[2].config
+    Run(out / "dense/seed-1").write_yaml({"task": "classification", **config.to_dict()})
+    words = [sys.executable, "-m", "fibottention.cli", "study", tmp_path / "windows.yaml", "--output", out, *TINY]
+    other = subprocess.run([*words, "--optim.lr=1"], capture_output=True, text=True, timeout=300)
+    assert other.returncode == 2
+    assert "holds a run with other options than the study has now" in other.stderr
+    result = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "windows against all pairs" in result.stdout
+    assert "run 3 of 4: dense, seed 1" in result.stdout
+    assert "run 1 of 4" not in result.stdout
+    assert (out / "dense/seed-0/summary.json").stat().st_mtime_ns == kept
+    content = json.loads((out / "results.json").read_text())
+    assert [entry["last_top1"]["count"] for entry in content["results"]] == [2, 2]
+    for entry in content["results"]:
+        for run in entry["runs"]:
+            assert run["last_top1"] == Run(out / run["folder"]).metrics()[-1]["top1"]
+    html = (out / "report.html").read_text()
+    assert not re.findall(r'(?:src|href)="(?!data:)', html)
+    assert len(re.findall(r"data:image/png;base64,", html)) == 2
+    for text in ("windows against all pairs", "4 of 4 runs finished", "window/seed-1", "100.00%"):
+        assert text in html
+    assert (out / "results.png").read_bytes().startswith(b"\x89PNG")
+    assert "| window | 2 |" in (out / "results.md").read_text()
+
+
+def test_a_run_that_diverges_is_left_out(tmp_path):
+    changes = {
+        "variants": {"dense": {"attention": {"name": "dense"}}, "wild": {"optim": {"lr": 1e30, "clip_grad": None}}}
+    }
+    study, results = run_tiny(tmp_path, [0], **changes)
+    assert [result.runs[0].state for result in results] == ["finished", "diverged"]
+    assert "the loss became" in (tmp_path / "out" / "report.html").read_text()
+    again = run_study(study, tmp_path / "out", command="the command", console=make_console())
+    assert [result.runs[0].state for result in again] == ["finished", "diverged"]
+
+
+def test_a_variant_that_cannot_be_built_is_found_first(tmp_path):
+    changes = {
+        "variants": {
+            "dense": {"attention": {"name": "dense"}},
+            "odd": {"model": {"drop_path": 0.1, "name": "resnet18"}},
+        }
+    }
+    with pytest.raises(UserError, match="variant 'odd': "):
+        run_tiny(tmp_path, [0], **changes)
+    assert not (tmp_path / "out").exists()
