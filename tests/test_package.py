@@ -7,7 +7,8 @@ def run(code: str) -> subprocess.CompletedProcess:
 
 
 def test_import_needs_torch_and_numpy_only():
-    blocked = "timm torchvision accelerate torchmetrics jsonargparse rich matplotlib tensorboard safetensors PIL yaml"
+    blocked = "timm torchvision accelerate torchmetrics jsonargparse rich matplotlib tensorboard safetensors PIL yaml "
+    blocked += "transformers"
     code = f"""
 import sys
 class Blocker:

@@ -10,10 +10,22 @@ from fibottention import (
     LSA,
     SATA,
     AttentionSpec,
+    BigBird,
+    CrissCross,
     Dense,
+    DilatedWindow,
+    Exponential,
+    Fibonacci,
     Fibottention,
+    GridAttention,
+    Linformer,
     Longformer,
     Neighborhood,
+    RandomPairs,
+    SlidingWindow,
+    SparseTransformer,
+    TopK,
+    fit_macs,
     make_spec,
     patterns,
     spec_names,
@@ -21,8 +33,9 @@ from fibottention import (
 from fibottention.specs import nearest
 
 EXPECTED = {
-    "bigbird", "dense", "dilated_window", "exponential", "fibottention", "longformer", "lsa", "neighborhood",
-    "random_pairs", "sata", "sliding_window", "sparse_transformer",
+    "bigbird", "criss_cross", "dense", "dilated_window", "efficient_attention", "exponential", "fibonacci",
+    "fibottention", "grid_attention", "linformer", "longformer", "lsa", "neighborhood", "random_pairs", "sata",
+    "sliding_window", "sparse_transformer", "topk",
 }  # fmt: skip
 
 
@@ -39,7 +52,14 @@ def test_every_spec_round_trips_and_builds(name):
     spec = make_spec(name)
     assert make_spec(spec.to_dict()) == spec
     assert hash(spec) == hash(make_spec(name))
-    for heads, tokens, prefix in ((12, 196, 1), (3, 49, 0), *([] if name == "neighborhood" else [(1, 4, 2)])):
+    small = [] if name in ("neighborhood", "grid_attention") else [(1, 4, 2)]
+    for heads, tokens, prefix in ((12, 196, 1), (3, 49, 0), *small):
+        cost = spec.cost(heads, tokens, 16, prefix_tokens=prefix, layer=5)
+        assert cost.pairs > 0
+        assert cost.macs > 0
+        assert cost.dense_macs == 2 * heads * (tokens + prefix) ** 2 * 16
+        if not spec.has_pattern:
+            continue
         pattern = spec.pattern(heads, tokens, prefix_tokens=prefix, layer=5)
         assert (pattern.num_heads, pattern.sequence_length) == (heads, tokens + prefix)
         assert name == "lsa" or pattern.prefix_tokens == prefix
@@ -82,7 +102,7 @@ def test_names_are_forgiving_about_case_and_dashes():
     ("call", "message"),
     [
         (lambda: make_spec("fibotention"), "no attention spec is named 'fibotention'; did you mean 'fibottention'"),
-        (lambda: make_spec("xyz"), "no attention spec is named 'xyz'; valid are bigbird, dense"),
+        (lambda: make_spec("xyz"), "no attention spec is named 'xyz'; valid are bigbird, criss_cross, dense"),
         (lambda: make_spec("longformer", windw=3), "has no option 'windw'; did you mean 'window'"),
         (lambda: make_spec("dense", window=3), "'dense' has no option 'window'; it has temperature"),
         (lambda: Fibottention(w_min="5"), "w_min must be a whole number, got '5'"),
@@ -169,3 +189,46 @@ def test_options_are_what_they_look_like_in_yaml():
             assert yaml.safe_load(f"{option}: 1") == {option: 1}
     with pytest.raises(ValueError, match="attention spec 'sata' has no option 'True'"):
         make_spec(yaml.safe_load("{name: sata, on: lsa}"))
+
+
+FITTING = [
+    BigBird(), DilatedWindow(), Exponential(), Fibonacci(), Fibottention(), GridAttention(), Linformer(), Longformer(),
+    Neighborhood(), RandomPairs(), SlidingWindow(), SparseTransformer(window=0), SATA(over=Longformer()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", FITTING)
+@pytest.mark.parametrize("share", [0.03, 0.1])
+def test_specs_can_be_sized_to_a_cost(spec, share):
+    if isinstance(spec, Exponential | Fibonacci | Fibottention | SparseTransformer) and share == 0.1:
+        share = 0.04
+    sized = fit_macs(spec, share, 12, 196, 64, prefix_tokens=1)
+    cost = sized.cost(12, 196, 64, prefix_tokens=1)
+    assert 1 / 1.5 <= cost.macs / cost.dense_macs / share <= 1.5
+    assert type(sized) is type(spec)
+    for field in dataclasses.fields(spec):
+        if field.name not in (spec.size_option, "over"):
+            assert getattr(sized, field.name) == getattr(spec, field.name)
+
+
+def test_a_spec_that_fits_stays_and_one_that_cannot_is_refused():
+    assert fit_macs(Fibottention(), 0.03, 12, 196, 64, prefix_tokens=1) == Fibottention()
+    for spec, nearest_share in ((CrissCross(), "14.65%"), (TopK(), "50.25%"), (Dense(), "100.00%")):
+        with pytest.raises(
+            ValueError, match=f"{spec.name} cannot be brought to 3.00% .* the nearest is {nearest_share}"
+        ):
+            fit_macs(spec, 0.03, 12, 196, 64, prefix_tokens=1)
+    with pytest.raises(ValueError, match=r"share must be in \(0, 1\], got 2"):
+        fit_macs(Longformer(), 2, 12, 196, 64)
+
+
+def test_cost_of_a_pattern():
+    cost = Fibottention().cost(12, 196, 64, prefix_tokens=1)
+    assert 12 * cost.macs == pytest.approx(0.0214e9, rel=5e-3)  # facts on Fibottention, section 4
+    assert 12 * cost.dense_macs == pytest.approx(0.715e9, rel=1e-3)
+    assert cost.pairs == 9192 + 12 * 393
+
+
+def test_sata_is_for_pairs_known_beforehand():
+    with pytest.raises(ValueError, match="over must be a spec with weights of pairs known beforehand, got linformer"):
+        SATA(over="linformer")

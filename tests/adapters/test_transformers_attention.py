@@ -1,8 +1,10 @@
 """Specs in transformers' vision models: against transformers' own attention under masks and formulas made here."""
 
 import pytest
+import timm
 import torch
 import transformers
+from accelerate import cpu_offload
 from transformers import AttentionInterface, AutoModel
 from transformers.models.vit.modeling_vit import ViTForImageClassification
 
@@ -109,6 +111,17 @@ def test_patterns_are_those_of_masked_attention(family):
     torch.testing.assert_close(features(model, family), dense, rtol=1e-4, atol=1e-4)
     assert {(layer.prefix_tokens, layer.num_tokens) for layer in report.layers} == {(prefix, tokens)}
     assert report.left_dense == (("predictor.layer.0.attention",) if family == "vjepa2" else ())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_can_be_made_with_a_spec(family):
+    config, options, model_class, _, _ = FAMILIES[family]
+    named = getattr(transformers, config)(**options, attn_implementation="sata")
+    model = getattr(transformers, model_class)(named).eval()
+    layers = [m for m in model.modules() if isinstance(m, PatternAttention)]
+    assert [layer.layer for layer in layers] == list(range(len(layers)))
+    assert len(layers) == (4 if family == "swin" else 2)
+    features(model, family)
 
 
 @pytest.mark.parametrize("family", ["vit", "beit", "swin", "siglip", "vivit"])
@@ -227,7 +240,9 @@ def test_errors():
     with pytest.raises(ValueError, match="does not support VideoMAEForPreTraining"):
         sparsify(transformers.VideoMAEForPreTraining(transformers.VideoMAEConfig(patch_size=8, **CLIPS)), SATA())
     dropping = transformers.ViTModel(transformers.ViTConfig(attention_probs_dropout_prob=0.1, **IMAGES))
-    with pytest.raises(ValueError, match="needs an attention dropout of 0, got 0.1"):
+    with pytest.raises(
+        ValueError, match="needs an attention dropout of 0, got 0.1 in ViTAttention at layers.0.attention"
+    ):
         sparsify(dropping, Fibottention(fill="zero"))
     model.config._attn_implementation = "sata"  # behind the back of the adapter
     with pytest.raises(RuntimeError, match="ViTAttention has no attention spec although its configuration names one"):
@@ -244,3 +259,138 @@ def test_a_second_spec_takes_the_place_of_the_first():
     assert len(modules) == 2
     assert all(m.transform is None and m.temperature is not None for m in modules)
     features(model, "vit")
+
+
+def scales(model):
+    return [p for name, p in model.named_parameters() if name.endswith("transform.scale")]
+
+
+class PairConfig(transformers.PreTrainedConfig):
+    model_type = "pair"
+    sub_configs = {"first_config": transformers.ViTConfig, "second_config": transformers.VideoMAEConfig}  # noqa: RUF012
+
+
+class Pair(transformers.PreTrainedModel):
+    """Two vision models, each with a configuration of its own."""
+
+    config_class = PairConfig
+
+    def __init__(self, first, second):
+        config = PairConfig()
+        config.first_config, config.second_config = first.config, second.config
+        super().__init__(config)
+        self.first, self.second = first, second
+
+
+def test_each_part_gets_the_spec_that_is_asked_for():
+    pair = Pair(make("vit"), make("videomae"))
+    pair.set_attn_implementation({"first_config": "sata", "second_config": "fibottention"})
+    specs = [{type(m.spec) for m in part.modules() if isinstance(m, PatternAttention)} for part in pair.children()]
+    assert specs == [{SATA}, {Fibottention}]
+    register({"near": Neighborhood(3)})
+    pair.set_attn_implementation({"first_config": "near"})  # which the second could not take
+    with pytest.raises(ValueError, match="needs tokens in two dimensions"):
+        pair.set_attn_implementation({"second_config": "near"})
+    assert pair.second.config._attn_implementation == "fibottention"
+    features(pair.first, "vit"), features(pair.second, "videomae")
+
+
+def test_what_was_learned_stays_when_another_part_changes():
+    clip = transformers.CLIPModel(transformers.CLIPConfig(text_config=SIZES, vision_config=IMAGES))
+    sparsify(clip, SATA(0.05))
+    for scale in scales(clip):
+        scale.data.fill_(0.9)
+    before = [id(p) for p in scales(clip)]
+    clip.set_attn_implementation({"text_config": "eager"})
+    assert [id(p) for p in scales(clip)] == before
+    with pytest.raises(ValueError, match="found no attention that it supports in CLIPTextModel"):
+        clip.set_attn_implementation({"text_config": "sata"})
+    with pytest.raises(ValueError, match="does not support Swinv2Model"):
+        transformers.Swinv2Model(transformers.Swinv2Config(**WINDOWS)).set_attn_implementation({"": "sata"})
+
+
+def test_a_spec_with_other_settings_is_another_one():
+    model = make("vit")
+    sparsify(model, SATA(0.05))
+    model.set_attn_implementation("sata")
+    assert {m.spec for m in model.modules() if isinstance(m, PatternAttention)} == {SATA()}
+    sparsify(model, SATA(0.05))
+    again = transformers.ViTModel(model.config)
+    assert {m.spec for m in again.modules() if isinstance(m, PatternAttention)} == {SATA(0.05)}
+
+
+def test_models_that_share_a_configuration():
+    config = transformers.ViTConfig(**IMAGES)
+    first, second = transformers.ViTModel(config).eval(), transformers.ViTModel(config).eval()
+    dense = features(second, "vit")
+    sparsify(first, Fibottention())
+    torch.testing.assert_close(features(second, "vit"), dense, rtol=0, atol=0)
+    sparse = features(first, "vit")
+    second.set_attn_implementation("eager")
+    torch.testing.assert_close(features(first, "vit"), sparse, rtol=0, atol=0)
+
+
+def test_the_grid_is_that_of_each_image():
+    model = make("dinov2")
+    sparsify(model, Neighborhood(3))
+    for size in ((16, 64), (32, 64), (64, 32), (32, 32)):
+        grid = (size[0] // 4, size[1] // 4)
+        x = torch.randn(1, 3, *size, generator=torch.Generator().manual_seed(0))
+        kept = neighborhood(1, grid, 3, prefix_tokens=1).mask()
+
+        def attend(module, query, key, value, mask, scaling=None, kept=kept, **kwargs):
+            scores = (query @ key.mT * scaling).masked_fill(~kept, float("-inf"))
+            return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+        AttentionInterface.register("of_the_grid", attend)
+        other = make("dinov2")
+        other.set_attn_implementation("of_the_grid")
+        with torch.no_grad():
+            torch.testing.assert_close(model(x)[0], other(x)[0], rtol=1e-4, atol=1e-4)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, encoder):
+        super().__init__()
+        self.encoder = encoder
+
+
+def test_models_inside_other_modules():
+    report = sparsify(Wrapper(make("vjepa2")), SATA())
+    assert report.left_dense == ("encoder.predictor.layer.0.attention",)
+    assert [layer.path for layer in report.layers] == [f"encoder.encoder.layer.{i}.attention" for i in (0, 1)]
+    timm_model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=4, depth=1)
+    both = Wrapper(make("vit"))
+    assert len(sparsify(both, Fibottention()).layers) == 2
+    wrapped = transformers.TimmWrapperModel(transformers.TimmWrapperConfig(
+        architecture="vit_tiny_patch16_224", model_args={"depth": 1}))  # fmt: skip
+    assert len(sparsify(wrapped, Fibottention()).layers) == 1
+    assert len(sparsify(Wrapper(timm_model), Fibottention()).layers) == 1
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str"):
+        sparsify("vit", Fibottention())
+
+
+def test_a_part_that_is_not_used_is_no_mistake():
+    clip = transformers.CLIPModel(transformers.CLIPConfig(text_config=SIZES, vision_config=IMAGES)).eval()
+    sparsify(clip, SATA())
+    clip.get_text_features(input_ids=torch.arange(5)[None])
+    clip.get_image_features(**inputs("vit"))
+
+
+def test_offloaded_weights():
+    model = cpu_offload(make("vit"), execution_device=torch.device("cpu"))
+    sparsify(model, SATA())
+    assert {p.device.type for p in scales(model)} == {"cpu"}
+    features(model, "vit")
+
+
+def test_register_keeps_and_checks_names():
+    register({"mine": SATA(0.03)})
+    register()
+    assert adapter._named["mine"] == SATA(0.03)
+    register({"dense": Dense(temperature=2.0)})
+    register()
+    assert adapter._named["dense"] == Dense(temperature=2.0)
+    register({"dense": Dense()})
+    with pytest.raises(TypeError, match="specs must hold attention specs, got str for 'bad'"):
+        register({"bad": "sata"})

@@ -133,3 +133,15 @@ def test_gpu_check_runs_tiny_on_the_cpu(tmp_path):
         done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 2
         assert "PyTorch sees no GPU" in done.stderr
+
+
+def test_gpu_study_stops_in_time_and_keeps_what_is_done(tmp_path):
+    words = [sys.executable, ROOT / "benchmarks" / "gpu_study.py", "--tiny", "--seconds=1"]
+    words += [f"--output={tmp_path / 'results'}", f"--runs={tmp_path / 'runs'}"]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "1 of 8 runs fitted into 1 s" in result.stdout
+    text = (tmp_path / "results" / "gpu_study.md").read_text()
+    assert "1 of 1 runs finished" in text
+    assert "| dense | 1 |" in text
+    assert (tmp_path / "results" / "gpu_study.png").read_bytes().startswith(b"\x89PNG")

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 
@@ -208,6 +210,25 @@ def test_random_keeps_the_same_number_of_keys_in_every_row():
     counts = patterns.random(8, 400, 0.02, seed=3).mask().sum((0, 1)).float()
     assert counts.mean() == 8 * 8
     assert 5 < counts.std() < 11  # binomial: sqrt(64)
+
+
+@pytest.mark.parametrize(("grid_size", "size"), [((14, 14), 7), ((14, 14), 2), ((5, 7), 3), ((4, 6), 1), ((3, 3), 3)])
+def test_grid_attention_by_loops(grid_size, size):
+    height, width = grid_size
+    pattern = patterns.grid(2, grid_size, size, prefix_tokens=1)
+    steps = [math.ceil(side / size) for side in grid_size]
+    mask = pattern.mask()[0, 1:, 1:]
+    for query in range(height * width):
+        for key in range(height * width):
+            rows, columns = (query // width - key // width), (query % width - key % width)
+            assert bool(mask[query, key]) == (rows % steps[0] == 0 and columns % steps[1] == 0)
+    if grid_size == (14, 14):  # MaxViT's 7 x 7 grid: every query has 49 keys; 2 x 2 keeps 2 % of 196
+        assert pattern.density(include_prefix=False) == pytest.approx(size**2 / 196)
+
+
+def test_grid_size_is_checked():
+    with pytest.raises(ValueError, match=r"size must be in 1\.\.5 for a grid of 5 x 7, got 6"):
+        patterns.grid(2, (5, 7), 6)
 
 
 def test_axial():

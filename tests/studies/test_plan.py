@@ -86,6 +86,12 @@ def test_settings_have_bases_and_roots(tmp_path):
         ({"seeds": [1, 1]}, r"different whole numbers of at least 0, got \[1, 1\]"),
         ({"seeds": [True]}, "seeds of a study must be different whole numbers"),
         ({"base": "dem"}, "no shipped recipe; did you mean 'demo'"),
+        ({"seeds": 3}, "seeds of a study must be different whole numbers of at least 0, got 3"),
+        ({"optim": 3}, "the options of the study .*: optim must hold options, got 3"),
+        ({"variants": ["a", "b"]}, "variants .* must hold groups of options by name, got"),
+        ({"variants": {1: {}, "1": {}}}, "two variants of one name among 1, '1'"),
+        ({"train": {"seed": 3}}, "must not hold train.seed, which differs from run to run"),
+        ({"settings": {10: 3}}, "settings .* must hold groups of options by name"),
         ({"settings": {"A": {"basis": "demo"}}}, "'A' in settings .*: no group 'basis'; did you mean 'base'"),
     ],
 )
@@ -99,7 +105,9 @@ def test_mistakes_are_named(tmp_path, changes, message):
     [
         (["sata_gird"], "no shipped study; did you mean 'sata_grid'"),
         (["FILE", "--quick"], "has no quick version"),
-        (["FILE", "--attention.name", "lsa"], "a study chooses its attention itself"),
+        (["FILE", "--optim.clip_grad", "1"], "--optim.clip_grad: the study sets this itself"),
+        (["FILE", "--model.options.depth=3"], "--model.options.depth: the study sets this itself"),
+        (["FILE", "--attention.name", "lsa"], "--attention.name: the study sets this itself"),
         (["FILE", "--train.seed", "1"], "--train.seed is not for studies; use --seeds"),
         (["FILE", "--train.epoch", "1"], "no option --train.epoch; did you mean '--train.epochs'"),
         (["FILE", "--root", "cifar100"], "--root must be DATA=DIR"),
@@ -109,10 +117,17 @@ def test_mistakes_are_named(tmp_path, changes, message):
 )
 def test_mistakes_on_the_command_line(tmp_path, capsys, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
-    path = write(tmp_path, quick=None)
+    variants = {**STUDY["variants"], "deep": {"model": {"options": {"depth": 9}}, "optim": {"clip_grad": 2}}}
+    path = write(tmp_path, quick=None, variants=variants)
     assert main(["study", *(path if word == "FILE" else word for word in words)]) == 2
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+@pytest.mark.parametrize("quick", [3, {"train": 3}, {"title": "x", "quick": {}}])
+def test_mistakes_in_the_quick_version(tmp_path, quick):
+    with pytest.raises(UserError, match="'quick'|quick of the study"):
+        load_study(write(tmp_path, quick=quick), quick=True)
 
 
 @pytest.mark.parametrize("name", study_names())
@@ -120,7 +135,7 @@ def test_mistakes_on_the_command_line(tmp_path, capsys, monkeypatch, words, mess
 def test_shipped_studies_are_valid(name, quick):
     study = load_study(name, quick=quick)
     assert len(study.seeds) >= 2
-    assert study.reference == "dense"
+    assert study.reference == study.variants[0]
     assert len(study.variants) >= 4
     if quick:
         assert all(run.config.data.name == "fashion-mnist-subset" for run in study.runs)

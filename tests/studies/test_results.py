@@ -10,6 +10,7 @@ import yaml
 
 from fibottention.cli.options import make_console
 from fibottention.errors import UserError
+from fibottention.studies import runner
 from fibottention.studies.plan import load_study
 from fibottention.studies.plots import curves_figure, results_figure
 from fibottention.studies.results import Summary, collect, table_rows, to_markdown
@@ -42,7 +43,7 @@ def pretend(study, folder, top1):
             continue
         run = Run(folder / planned.path)
         run.write_metrics([{"epoch": i + 1, "top1": value} for i, value in enumerate(values)])
-        attention = {"density": 0.25, "macs": 2e6}
+        attention = {"pairs": 0.25, "macs": 2e6}
         run.write_json(
             "summary.json",
             {"top1": max(values), "parameters": 1000, "attention": attention, "step_milliseconds": 5 + planned.seed},
@@ -133,10 +134,51 @@ def test_a_run_that_diverges_is_left_out(tmp_path):
         "variants": {"dense": {"attention": {"name": "dense"}}, "wild": {"optim": {"lr": 1e30, "clip_grad": None}}}
     }
     study, results = run_tiny(tmp_path, [0], **changes)
+    out = tmp_path / "out"
     assert [result.runs[0].state for result in results] == ["finished", "diverged"]
-    assert "the loss became" in (tmp_path / "out" / "report.html").read_text()
-    again = run_study(study, tmp_path / "out", command="the command", console=make_console())
+    assert "the loss became" in (out / "report.html").read_text()
+    again = run_study(study, out, command="the command", console=make_console())
     assert [result.runs[0].state for result in again] == ["finished", "diverged"]
+    changes["variants"]["wild"] = {"optim": {"lr": 1e-3}}  # mended, it is made again
+    _, mended = run_tiny(tmp_path, [0], **changes)
+    assert [result.runs[0].state for result in mended] == ["finished", "finished"]
+
+
+def test_what_a_study_does_not_touch(tmp_path, monkeypatch):
+    run_tiny(tmp_path, [0])
+    out = tmp_path / "out"
+    with runner._locked(out), pytest.raises(UserError, match="is in use by another study"):
+        run_tiny(tmp_path, [0, 1])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="was made with processes 1, not 2; go on with 1"):
+        run_tiny(tmp_path, [0, 1])
+    monkeypatch.undo()
+    (out / "dense/seed-1").mkdir()
+    (out / "dense/seed-1/thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="must be a new or empty folder"):
+        run_tiny(tmp_path, [0, 1])
+    assert (out / "dense/seed-1/thesis.txt").read_text() == "mine"
+
+
+def test_data_that_are_not_there_are_found_first(tmp_path):
+    settings = {"here": {}, "there": {"data": {"name": "cifar10"}, "model": {"in_chans": 3}}}
+    with pytest.raises(UserError, match="data.root must be given for data.name=cifar10"):
+        run_tiny(tmp_path, [0], settings=settings)
+    with pytest.raises(UserError, match="variant 'window': optim.transform_lr=0.1 is for the scales"):
+        run_tiny(
+            tmp_path, [0], variants={"window": {"attention": {"name": "longformer"}, "optim": {"transform_lr": 0.1}}}
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_grid_of_specs_is_drawn(tmp_path):
+    grid = {"attention.scale": [0.5], "attention.over": ["lsa", {"name": "dense", "temperature": 2.0}]}
+    path = tmp_path / "grid.yaml"
+    path.write_text(yaml.safe_dump({"base": "demo", "attention": {"name": "sata"}, "grid": grid}))
+    study = load_study(str(path))
+    pretend(study, tmp_path, {(study.variants[0], 0): (40, 50)})
+    cells = results_figure(study, collect(study, tmp_path, {})).axes[1]
+    assert "lsa" in {t.get_text() for t in (*cells.get_xticklabels(), *cells.get_yticklabels())}
 
 
 def test_a_variant_that_cannot_be_built_is_found_first(tmp_path):

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fibottention.patterns.pattern import Pattern
-from fibottention.specs import AttentionSpec
+from fibottention.specs import AttentionCost, AttentionSpec
 
-__all__ = ["LayerReport", "SparsifyReport"]
+__all__ = ["LayerReport", "SparsifyReport", "check_layer"]
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,15 @@ class LayerReport:
     macs: int
 
     @classmethod
-    def of(cls, pattern: Pattern, *, head_dim: int, sequences: int, **names: Any) -> "LayerReport":
-        """The report of a layer that computes the pairs of a pattern; ``names`` are the other attributes."""
+    def of(cls, cost: AttentionCost, *, num_heads: int, sequences: int, **names: Any) -> "LayerReport":
+        """The report of a layer with some cost per sequence; ``names`` are the other attributes."""
+        length = names["num_tokens"] + names["prefix_tokens"]
         return cls(
-            head_dim=head_dim,
+            num_heads=num_heads,
             sequences=sequences,
-            density=pattern.density(),
-            dense_macs=pattern.dense_macs(head_dim) * sequences,
-            macs=pattern.macs(head_dim) * sequences,
+            density=cost.pairs / (num_heads * length**2),
+            dense_macs=cost.dense_macs * sequences,
+            macs=cost.macs * sequences,
             **names,
         )
 
@@ -82,6 +82,14 @@ class SparsifyReport:
         """Computed multiply-accumulates as a share of those over all pairs."""
         return self.macs / self.dense_macs
 
+    @property
+    def pairs(self) -> float:
+        """Pairs that get a weight, as a share of all pairs."""
+        every = [
+            layer.sequences * layer.num_heads * (layer.prefix_tokens + layer.num_tokens) ** 2 for layer in self.layers
+        ]
+        return sum(n * layer.density for n, layer in zip(every, self.layers, strict=True)) / sum(every)
+
     def __str__(self) -> str:
         header = ("layer", "class", "heads", "head dim", "tokens", "density", "MACs before", "MACs after")
         rows = [
@@ -115,3 +123,32 @@ class SparsifyReport:
         if self.left_dense:
             lines.append(f"left dense: {', '.join(self.left_dense)}")
         return "\n".join([f"{self.model} with {self.spec}", *(line.rstrip() for line in lines)])
+
+
+def check_layer(spec: AttentionSpec, where: str, *, has_bias: bool, dropout: float) -> None:
+    """Check that a spec can serve an attention layer.
+
+    Args:
+        spec: The spec.
+        where: Class and path of the layer, for the message.
+        has_bias: Whether the layer adds a bias of its own to the scores.
+        dropout: Its dropout probability of the attention weights.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if has_bias and spec.bias_size:
+        raise ValueError(f"rel_pos_bias=True is not supported by {where}, which has its own bias")
+    if has_bias and not spec.takes_bias:
+        raise ValueError(
+            f"{spec.name} is not supported by {where}: it has no scores to which that layer's bias could go"
+        )
+    if dropout and spec.fill == "zero":
+        raise ValueError(
+            "fill='zero' gives weight to pairs that are not stored, so it needs an attention dropout of 0, got "
+            f"{dropout} in {where}"
+        )
+    if dropout and not spec.has_weights:
+        raise ValueError(
+            f"{spec.name} has no weights to drop, so it needs an attention dropout of 0, got {dropout} in {where}"
+        )

@@ -13,15 +13,15 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from fibottention.adapters.first_forward import FirstForward
-from fibottention.adapters.report import LayerReport, SparsifyReport
+from fibottention.adapters.report import LayerReport, SparsifyReport, check_layer
 from fibottention.adapters.timm_attention import SPARSE_CLASSES, adopt
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
 from fibottention.ops.attention import Backend
 from fibottention.ops.eager import static_size
-from fibottention.specs import AttentionSpec, GridSize
+from fibottention.specs import AttentionCost, AttentionSpec, GridSize
 
-__all__ = ["sparsify"]
+__all__ = ["is_supported", "sparsify"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class _Site:
     @property
     def num_tokens(self) -> int:
         return self.grid_size[0] * self.grid_size[1]
+
+
+def is_supported(module: nn.Module) -> bool:
+    """Whether a module is of one of the families of models that `sparsify` supports."""
+    return isinstance(module, tuple(_FAMILIES))
 
 
 def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto") -> SparsifyReport:
@@ -70,14 +75,9 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
         raise TypeError(f"spec must be an AttentionSpec such as Fibottention(), got {type(spec).__name__}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    sites = [
-        site
-        for prefix, root in model.named_modules()
-        if isinstance(root, tuple(_FAMILIES))
-        for site in _sites(prefix, root)
-    ]
+    sites = [site for prefix, root in model.named_modules() if is_supported(root) for site in _sites(prefix, root)]
     if not sites:
-        if any(isinstance(module, tuple(_FAMILIES)) for module in model.modules()):
+        if any(is_supported(module) for module in model.modules()):
             raise ValueError(f"sparsify found no attention layer in {type(model).__name__}: it has no blocks")
         supported = ", ".join(sorted(cls.__name__ for cls in _FAMILIES))
         own = " (NAT and DiNAT have an attention of their own)" if isinstance(model, NeighborhoodTransformer) else ""
@@ -85,11 +85,6 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
     layers, replacements = [], []
     for index, site in enumerate(sites):
         module = site.module
-        if spec.fill == "zero" and module.attn_drop.p:
-            raise ValueError(
-                f"fill='zero' gives weight to pairs that are not stored, so it needs attn_drop_rate=0, got "
-                f"{module.attn_drop.p} at {site.path}"
-            )
         _check_meaning(spec, site)
         sparse = PatternAttention(
             spec,
@@ -99,6 +94,7 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
             backend=backend,
             grid_size=site.grid_size,
             head_dim=_head_dim(module),
+            sequence_length=site.prefix_tokens + site.num_tokens,
             device=module.proj.weight.device,
             dtype=module.proj.weight.dtype,
         )
@@ -152,25 +148,27 @@ def _check_meaning(spec: AttentionSpec, site: _Site) -> None:
             f"{spec.name} is not supported by {name} at {site.path}, whose weights are mixed with others: it would "
             "not mean there what its paper means"
         )
-    if name == "WindowAttention" and spec.bias_size:
-        raise ValueError(f"rel_pos_bias=True is not supported by {name} at {site.path}, which has its own bias")
+    where = f"{name} at {site.path}"
+    check_layer(spec, where, has_bias=name == "WindowAttention", dropout=site.module.attn_drop.p)
 
 
 def _layer_report(site: _Site, sparse: PatternAttention) -> LayerReport:
     module = site.module
-    pattern = sparse.pattern(site.prefix_tokens + site.num_tokens)
     dense_class = _dense_name(module)
+    length, head_dim = site.prefix_tokens + site.num_tokens, _head_dim(module)
+    cost = sparse.cost(length, head_dim)
     if dense_class == "TalkingHeadAttn":
-        pattern = pattern.union()
+        union = sparse.pattern(length).union()
+        cost = AttentionCost(union.nnz, union.macs(head_dim), union.dense_macs(head_dim))
     return LayerReport.of(
-        pattern,
-        head_dim=_head_dim(module),
-        sequences=site.sequences,
+        cost,
         path=site.path,
         attention_class=dense_class or "",
         num_heads=module.num_heads,
+        head_dim=head_dim,
         num_tokens=site.num_tokens,
         prefix_tokens=site.prefix_tokens,
+        sequences=site.sequences,
     )
 
 

@@ -2,12 +2,13 @@
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 
-from fibottention.adapters.timm import sparsify
+from fibottention.adapters import sparsify
 from fibottention.layers.neighborhood_attention import NeighborhoodAttention2D
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.ops.arguments import WeightTransform
@@ -15,7 +16,7 @@ from fibottention.ops.attention import sparse_attention
 from fibottention.ops.pairs import pair_sum_transposed
 from fibottention.specs import Dense
 
-__all__ = ["AttentionMap", "attention_maps", "captured_attention", "kept_weights"]
+__all__ = ["AttentionMap", "CapturedLayer", "attention_maps", "captured_attention"]
 
 
 @dataclass(frozen=True)
@@ -41,23 +42,62 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
     CaiT's talking heads) are left out.
 
     Args:
-        model: A model of timm, made sparse or not. It is not changed.
+        model: A model of timm or transformers, made sparse or not. It is not changed.
         images: ``(B, C, H, W)``, normalized.
 
     Raises:
         ValueError: If the model is not one that `sparsify` supports.
     """
     return [
-        AttentionMap(name, _map(module, q, k, scale), module.prefix_tokens > 0)
-        for name, module, q, k, scale in captured_attention(model, images)
+        AttentionMap(layer.name, _map(layer), layer.module.prefix_tokens > 0)
+        for layer in captured_attention(model, images)
     ]
 
 
-_Captured = tuple[str, PatternAttention, Tensor, Tensor, float | None]
+@dataclass(frozen=True)
+class CapturedLayer:
+    """What an attention layer got and gave for some images.
+
+    Attributes:
+        name: Path of the layer in the model.
+        module: Its attention between the projections.
+        q: Queries ``(B, H, N, D)``, after what the spec does to them.
+        k: Keys.
+        v: Values.
+        out: Output of each head, before the output projection.
+        bias: Dense bias of the scores, or None.
+        scale: Factor of the scores.
+    """
+
+    name: str
+    module: PatternAttention
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    bias: Tensor | None
+    scale: float
+
+    def weights(self, transform: WeightTransform | None = None) -> Tensor:
+        """The weights of the kept pairs, ``(B, G, pairs)``, with a transform or before any."""
+        _, weights = sparse_attention(
+            self.q,
+            self.k,
+            self.k,
+            self.module.pattern(self.q.shape[2]),
+            bias=self.module.with_table(self.bias, self.module.pattern(self.q.shape[2])),
+            scale=self.scale,
+            fill=self.module.spec.fill,
+            transform=transform,
+            return_weights=True,
+            backend="gather",
+        )
+        return weights
 
 
-def captured_attention(model: nn.Module, images: Tensor) -> list[_Captured]:
-    """Name, module, queries, keys and scale of the layers of `attention_maps`, on some images.
+@torch.no_grad()
+def captured_attention(model: nn.Module, images: Tensor) -> list[CapturedLayer]:
+    """What the layers of `attention_maps` got and gave for some images.
 
     Args:
         model: As for `attention_maps`.
@@ -71,62 +111,51 @@ def captured_attention(model: nn.Module, images: Tensor) -> list[_Captured]:
     if not any(isinstance(module, PatternAttention) for module in model.modules()):
         model = copy.deepcopy(model)
         sparsify(model, Dense())
-    captured: dict[str, tuple[Tensor, Tensor, float | None]] = {}
-    windowed = [f"{name}.sparse" for name, m in model.named_modules() if isinstance(m, WindowAttention)]
-    modules = {name: m for name, m in model.named_modules() if isinstance(m, PatternAttention) and name not in windowed}
+    captured: list[CapturedLayer] = []
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, PatternAttention) and not _is_windowed(model.get_submodule(name.removesuffix(".sparse")))
+    }
 
     def capture(name: str):
-        def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> None:
-            scale = kwargs.get("scale")
-            captured[name] = (args[0], args[1], scale if isinstance(scale, float) else None)
+        def hook(module: PatternAttention, args: tuple[Tensor, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+            q, scale = module.with_temperature(args[0], kwargs.get("scale"))
+            layer = name.removesuffix(".sparse")
+            captured.append(CapturedLayer(layer, module, q, args[1], args[2], out, kwargs.get("bias"), scale))
 
         return hook
 
-    hooks = [m.register_forward_pre_hook(capture(name), with_kwargs=True) for name, m in modules.items()]
+    hooks = [module.register_forward_hook(capture(name), with_kwargs=True) for name, module in modules.items()]
     was_training = model.training
     try:
-        with torch.no_grad():
-            model.eval()(images)
+        model.eval()(images)
     finally:
         model.train(was_training)
         for hook in hooks:
             hook.remove()
-    return [(name.removesuffix(".sparse"), modules[name], *of_layer) for name, of_layer in captured.items()]
+    return captured
 
 
-def kept_weights(
-    module: PatternAttention, q: Tensor, k: Tensor, scale: float, transform: WeightTransform | None
-) -> Tensor:
-    """The weights of a layer's kept pairs, ``(B, G, pairs)``, for queries and a scale after `with_temperature`."""
-    _, weights = sparse_attention(
-        q,
-        k,
-        k,
-        module.pattern(q.shape[2]),
-        bias=module.rpb,
-        scale=scale,
-        fill=module.spec.fill,
-        transform=transform,
-        return_weights=True,
-        backend="gather",
-    )
-    return weights
+def _is_windowed(module: nn.Module) -> bool:
+    return isinstance(module, WindowAttention) or type(module).__name__ == "SwinAttention"
 
 
 @torch.no_grad()
-def _map(module: PatternAttention, q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-    prefix = module.prefix_tokens
-    q, scale = module.with_temperature(q, scale)
-    pattern = module.pattern(q.shape[2])
+def _map(layer: CapturedLayer) -> Tensor:
+    module, q, k = layer.module, layer.q, layer.k
+    prefix, pattern = module.prefix_tokens, module.pattern(q.shape[2])
     if prefix:
         # A prefix token sees every key that its pattern keeps; in most patterns all.
-        scores = ((q[:, :, :1] @ k.transpose(-2, -1)) * scale).float()
+        scores = ((q[:, :, :1] @ k.transpose(-2, -1)) * layer.scale).float()
+        if layer.bias is not None:
+            scores = scores + layer.bias[:, :, :1]
         _, query, key = pattern.pairs()
         seen = torch.zeros(q.shape[2], dtype=torch.bool)
         seen[key[query == 0]] = True
         weights = scores.masked_fill(~seen.to(q.device), float("-inf")).softmax(-1)
         weights = weights if module.transform is None else module.transform(weights)
         return weights[:, :, 0, prefix:]
-    weights = kept_weights(module, q, k, scale, module.transform)
+    weights = layer.weights(module.transform)
     ones = torch.ones(*q.shape[:3], 1, dtype=weights.dtype, device=q.device)
     return pair_sum_transposed(weights, ones, pattern.key).squeeze(-1) / q.shape[2]

@@ -3,7 +3,7 @@
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fibottention.analysis.attention_maps import attention_maps
+from fibottention.analysis.colours import COLOURS
 from fibottention.analysis.masks import mask_figure
 from fibottention.analysis.trivial_attention import draw_trivial_attention, trivial_attention
 from fibottention.errors import UserError
@@ -27,11 +28,16 @@ from fibottention.tasks.classification.data import eval_transform, normalization
 from fibottention.tasks.classification.runs import load_model
 from fibottention.training.run import Run, write_atomically
 
-__all__ = ["COLOURS", "encode_figure", "write_page", "write_report"]
+__all__ = ["encode_figure", "write_page", "write_report"]
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _LARGEST_CONFUSION = 30
+# Pictures of fibottention analyze.
+_ANALYSES = {
+    "diversity.png": "Distance between heads, by layer",
+    "heads.png": "Similarity of heads and entropy of their weights",
+    "coverage.png": "Which tokens heads and layers reach",
+    "localisation.png": "Attention that stays in the object",
+}
 
 
 @dataclass
@@ -53,6 +59,7 @@ class _RunPage:
     trivial: str = ""
     maps: str = ""
     maps_note: str = ""
+    analyses: dict[str, str] = field(default_factory=dict)
 
 
 def write_report(runs: Sequence[str | Path], output: str | Path) -> Path:
@@ -116,6 +123,10 @@ def _page(folder: Path, name: str, colour: str) -> _RunPage:
         page.scales = encode_figure(_scales(page.records))
     page.maps, page.maps_note = _attention_figure(model, config, run)
     page.trivial = _trivial_figure(model, config, run)
+    for file, title in _ANALYSES.items():
+        picture = run.folder / "analysis" / file
+        if picture.is_file():
+            page.analyses[title] = base64.b64encode(picture.read_bytes()).decode()
     return page
 
 

@@ -10,8 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from fibottention.analysis.attention_maps import captured_attention, kept_weights
-from fibottention.layers.pattern_attention import PatternAttention
+from fibottention.analysis.attention_maps import CapturedLayer, captured_attention
 from fibottention.ops.pairs import row_blocks
 
 __all__ = ["TrivialAttention", "draw_trivial_attention", "trivial_attention"]
@@ -41,7 +40,7 @@ def trivial_attention(model: nn.Module, images: Tensor, threshold: float = 0.1) 
     A weight is trivial if it is at most ``threshold`` times the largest one of its query.
 
     Args:
-        model: A model of timm, made sparse or not. It is not changed.
+        model: A model of timm or transformers, made sparse or not. It is not changed.
         images: ``(B, C, H, W)``, normalized.
         threshold: The threshold, in [0, 1].
 
@@ -50,24 +49,18 @@ def trivial_attention(model: nn.Module, images: Tensor, threshold: float = 0.1) 
     """
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold must be in [0, 1], got {threshold}")
-    return [
-        _of_layer(name, module, q, k, scale, threshold)
-        for name, module, q, k, scale in captured_attention(model, images)
-    ]
+    return [_of_layer(layer, threshold) for layer in captured_attention(model, images)]
 
 
-def _of_layer(
-    name: str, module: PatternAttention, q: Tensor, k: Tensor, scale: float | None, threshold: float
-) -> TrivialAttention:
-    q, scale = module.with_temperature(q, scale)
-    weights = kept_weights(module, q, k, scale, None)
+def _of_layer(layer: CapturedLayer, threshold: float) -> TrivialAttention:
+    weights = layer.weights()
     sums, trivial = [], 0
-    for block in row_blocks(module.pattern(q.shape[2]), weights.device):
+    for block in row_blocks(layer.module.pattern(layer.q.shape[2]), weights.device):
         rows = weights[..., block.pairs]
         is_trivial = rows <= threshold * rows.amax(-1, keepdim=True)
         sums.append(rows.masked_fill(~is_trivial, 0.0).sum(-1).flatten())
         trivial += int(is_trivial.sum())
-    return TrivialAttention(name, weights.flatten(), torch.cat(sums), trivial / weights.numel())
+    return TrivialAttention(layer.name, weights.flatten(), torch.cat(sums), trivial / weights.numel())
 
 
 def draw_trivial_attention(layers: list[TrivialAttention], threshold: float = 0.1) -> Figure:

@@ -1,4 +1,4 @@
-"""The command line: ``fibottention train | evaluate | predict | inspect | study | report | benchmark``."""
+"""The command line: ``fibottention train | evaluate | predict | inspect | analyze | study | report | benchmark``."""
 
 import importlib
 import os
@@ -16,6 +16,7 @@ _COMMANDS = {
     "predict": "classify images with a run",
     "benchmark": "time sparse attention against its rivals on this machine",
     "inspect": "show the offsets, density and cost of an attention spec, and draw its masks",
+    "analyze": "look into the attention of runs: heads, reach, localisation",
     "study": "train many variants with one budget and compare them",
     "report": "write one HTML page about one or several runs",
 }

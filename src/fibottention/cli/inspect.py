@@ -14,7 +14,7 @@ from fibottention.cli.options import CommandParser, check_output, describe_specs
 from fibottention.errors import UserError
 from fibottention.models.neighborhood_registry import is_neighborhood_model, neighborhood_model_names
 from fibottention.patterns.pattern import Pattern
-from fibottention.specs import make_spec, spec_names
+from fibottention.specs import AttentionSpec, fit_macs, make_spec, spec_names
 from fibottention.tasks.classification.options import spec_options
 from fibottention.training.run import write_atomically
 
@@ -38,9 +38,21 @@ def run(words: list[str]) -> int:
     parser.add_argument("--prefix", type=int, default=1, help="prefix tokens, such as CLS (default 1)")
     parser.add_argument("--head-dim", type=int, default=64, help="size of one head, for the MACs (default 64)")
     parser.add_argument("--layer", type=int, default=0, help="index of the layer, for shuffled heads (default 0)")
+    parser.add_argument("--match-macs", type=float, help="set the spec's size for this share of dense attention's MACs")
     parser.add_argument("--output", type=Path, help="PNG of the masks (default SPEC.png)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    own = {"--tokens", "--heads", "--prefix", "--head-dim", "--layer", "--output", "--json", "--help", "-h"}
+    own = {
+        "--tokens",
+        "--heads",
+        "--prefix",
+        "--head-dim",
+        "--layer",
+        "--match-macs",
+        "--output",
+        "--json",
+        "--help",
+        "-h",
+    }
     options, rest = spec_options(words, "--", keep=own)
     arguments = parser.parse_args(rest)
     for name in ("head_dim", "layer"):
@@ -51,6 +63,17 @@ def run(words: list[str]) -> int:
         raise UserError(f"no spec or model is named {arguments.spec!r}; did you mean {close[0]!r}?")
     try:
         spec = make_spec(arguments.spec, **options)
+        if arguments.match_macs is not None:
+            spec = fit_macs(
+                spec,
+                arguments.match_macs,
+                arguments.heads,
+                arguments.tokens,
+                arguments.head_dim,
+                prefix_tokens=arguments.prefix,
+            )
+        if not spec.has_pattern:
+            return _print_cost(spec, arguments)
         pattern = spec.pattern(arguments.heads, arguments.tokens, prefix_tokens=arguments.prefix, layer=arguments.layer)
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -58,12 +81,31 @@ def run(words: list[str]) -> int:
     check_output(picture)
     if picture.suffix.lower() != ".png":
         raise UserError(f"--output must be a .png file, got {picture}")
-    title = f"{spec.name}, {arguments.heads} heads, {arguments.prefix} + {arguments.tokens} tokens"
+    name = spec if arguments.match_macs else spec.name
+    title = f"{name}, {arguments.heads} heads, {arguments.prefix} + {arguments.tokens} tokens"
     write_atomically(picture, lambda path: draw_masks(pattern, path, title))
     if arguments.json:
         sys.stdout.write(json.dumps(_summary(pattern, spec.to_dict(), arguments.head_dim, picture), indent=1) + "\n")
     else:
         _print(pattern, title, arguments.head_dim, picture)
+    return 0
+
+
+def _print_cost(spec: AttentionSpec, arguments: argparse.Namespace) -> int:
+    """What a spec without a pattern computes."""
+    heads, tokens, length = arguments.heads, arguments.tokens, arguments.prefix + arguments.tokens
+    cost = spec.cost(heads, tokens, arguments.head_dim, prefix_tokens=arguments.prefix)
+    if arguments.json:
+        content = {"spec": spec.to_dict(), "pairs": cost.pairs, "macs": cost.macs, "dense_macs": cost.dense_macs}
+        sys.stdout.write(json.dumps(content, indent=1) + "\n")
+        return 0
+    dense_pairs = heads * length**2
+    make_console().print(
+        f"{spec.name}, {heads} heads, {arguments.prefix} + {tokens} tokens: no fixed pattern, so no masks\n"
+        f"weights     {cost.pairs:,}; all pairs would be {dense_pairs:,} ({cost.pairs / dense_pairs:.3%})\n"
+        f"MACs        {cost.macs / 1e6:.3f} M of {cost.dense_macs / 1e6:.3f} M ({cost.macs / cost.dense_macs:.3%})",
+        soft_wrap=True,
+    )
     return 0
 
 

@@ -66,7 +66,8 @@ def run(words: list[str]) -> int:
     table = Table(title=study.title)
     shown = [i for i, name in enumerate(header) if name not in _FILES_ONLY]
     for i in shown:
-        table.add_column(header[i], justify="left" if header[i] in ("setting", "variant") else "right")
+        is_name = header[i] in ("setting", "variant")
+        table.add_column(header[i], justify="left" if is_name else "right", overflow="fold" if is_name else "ellipsis")
     for row in rows:
         table.add_row(*(row[i] for i in shown))
     console.print(table)

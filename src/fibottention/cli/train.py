@@ -120,7 +120,7 @@ def _demo(recipe: dict[str, Any], words: list[str], command: str, console: Conso
         table.add_row(
             name,
             f"{summary['top1']:.2f} %",
-            f"{summary['attention']['density']:.2%}",
+            f"{summary['attention']['pairs']:.2%}",
             f"{summary['attention']['macs'] / 1e6:.2f} M",
             f"{summary['step_milliseconds']:.0f} ms",
         )

@@ -8,7 +8,7 @@ from fibottention.ops.attention import Backend, sparse_attention
 from fibottention.ops.constants import pair_indices
 from fibottention.ops.eager import static_size
 from fibottention.patterns.pattern import Pattern
-from fibottention.specs import AttentionSpec, GridSize
+from fibottention.specs import AttentionCost, AttentionSpec, GridSize
 
 __all__ = ["PatternAttention"]
 
@@ -17,7 +17,8 @@ class PatternAttention(nn.Module):
     """Attention as a spec describes it, for queries, keys and values of any token count.
 
     Builds the pattern of each token count it meets, once. Holds what a spec learns: the table of relative biases,
-    ``rpb`` ``(num_heads, bias_size)``; the ``temperature`` ``(num_heads,)``; the ``transform`` of the weights.
+    ``rpb`` ``(num_heads, bias_size)``; the ``temperature`` ``(num_heads,)``; the ``transform`` of the weights; and the
+    ``attention`` of specs without a pattern.
 
     Args:
         spec: How to attend.
@@ -27,11 +28,12 @@ class PatternAttention(nn.Module):
         backend: As in `fibottention.sparse_attention`.
         grid_size: Height and width of the grid of patch tokens, for specs that need it; a square if None.
         head_dim: Size of one head, for specs that learn a temperature, which starts at ``head_dim ** -0.5``.
+        sequence_length: Number of tokens, prefix tokens included, for specs that learn something of that length.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: If the spec learns a temperature and ``head_dim`` is None.
+        ValueError: If ``head_dim`` or ``sequence_length`` is None and the spec needs it.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class PatternAttention(nn.Module):
         backend: Backend = "auto",
         grid_size: GridSize | None = None,
         head_dim: int | None = None,
+        sequence_length: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -64,6 +67,8 @@ class PatternAttention(nn.Module):
             self.temperature = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype))
         transform = spec.transform()
         self.transform = None if transform is None else transform.to(device=device, dtype=dtype)
+        own = spec.attention(sequence_length)
+        self.attention = None if own is None else own.to(device=device, dtype=dtype)
         self._patterns: dict[tuple[int, GridSize | None], Pattern] = {}
         self._initial_temperature = 1.0 if head_dim is None else head_dim**-0.5
         self.reset_parameters()
@@ -84,6 +89,14 @@ class PatternAttention(nn.Module):
         length = static_size(sequence_length)
         self._build_pattern(length)
         return self._patterns[length, self.grid_size if self.spec.needs_grid else None]
+
+    def cost(self, sequence_length: int, head_dim: int) -> AttentionCost:
+        """What is computed for one sequence of this many tokens, prefix tokens included."""
+        if self.spec.has_pattern:
+            pattern = self.pattern(sequence_length)
+            return AttentionCost(pattern.nnz, pattern.macs(head_dim), pattern.dense_macs(head_dim))
+        patches = sequence_length - self.prefix_tokens
+        return self.spec.cost(self.num_heads, patches, head_dim, prefix_tokens=self.prefix_tokens)
 
     # torch.compile cannot trace the making of a pattern, which for its purposes is a constant.
     @torch.compiler.assume_constant_result
@@ -120,14 +133,16 @@ class PatternAttention(nn.Module):
         dropout_p: float = 0.0,
     ) -> Tensor:
         """Attend; see `fibottention.sparse_attention` for the arguments, all ``(B, H, N, D)``; a bias is dense."""
-        pattern = self.pattern(q.shape[2])
         q, scale = self.with_temperature(q, scale)
+        if self.attention is not None:
+            return self.attention(q, k, v, bias=bias, scale=scale, dropout_p=dropout_p)
+        pattern = self.pattern(q.shape[2])
         return sparse_attention(
             q,
             k,
             v,
             pattern,
-            bias=self._with_table(bias, pattern),
+            bias=self.with_table(bias, pattern),
             scale=scale,
             fill=self.spec.fill,
             transform=self.transform,
@@ -141,7 +156,8 @@ class PatternAttention(nn.Module):
             return q * self.temperature.to(q.dtype).view(-1, 1, 1), self.spec.temperature
         return q, self.spec.temperature * (float(q.shape[-1] ** -0.5) if scale is None else scale)
 
-    def _with_table(self, bias: Tensor | None, pattern: Pattern) -> Tensor | None:
+    def with_table(self, bias: Tensor | None, pattern: Pattern) -> Tensor | None:
+        """A dense bias together with the spec's own table of relative biases."""
         if self.rpb is None or bias is None:
             return bias if self.rpb is None else self.rpb
         _, query, key = pair_indices(pattern, bias.device)

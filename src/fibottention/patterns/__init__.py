@@ -3,7 +3,7 @@
 In every factory ``num_tokens`` counts the patch tokens; prefix tokens (CLS, registers) come on top of it.
 """
 
-from fibottention.patterns.blocks import axial, bigbird, fixed, random, strided
+from fibottention.patterns.blocks import axial, bigbird, fixed, grid, random, strided
 from fibottention.patterns.fibonacci import fibonacci, offsets, wythoff
 from fibottention.patterns.neighborhood import clear_neighborhood_cache, neighborhood
 from fibottention.patterns.pattern import Pattern, SparseRows
@@ -20,6 +20,7 @@ __all__ = [
     "exponential",
     "fibonacci",
     "fixed",
+    "grid",
     "longformer",
     "neighborhood",
     "offsets",

@@ -1,11 +1,11 @@
-"""Patterns with explicit rows: Sparse Transformer, BigBird, random pairs and axial attention."""
+"""Patterns with explicit rows: Sparse Transformer, BigBird, random pairs, axial and grid attention."""
 
 import numpy as np
 
 from fibottention.patterns.pattern import Int64Array, Pattern, pattern_from_pairs
 from fibottention.patterns.windows import global_pattern, sliding_window
 
-__all__ = ["axial", "bigbird", "fixed", "random", "strided"]
+__all__ = ["axial", "bigbird", "fixed", "grid", "random", "strided"]
 
 
 def strided(
@@ -153,6 +153,35 @@ def axial(num_heads: int, grid_size: tuple[int, int], *, prefix_tokens: int = 0)
     row = y[:, None] * width + np.arange(width)[None]
     column = np.arange(height)[None] * width + x[:, None]
     return _shared_rows(np.concatenate([row, column], 1), num_heads, height * width, prefix_tokens)
+
+
+def grid(num_heads: int, grid_size: tuple[int, int], size: int = 7, *, prefix_tokens: int = 0) -> Pattern:
+    """Sparse grid attention: each query sees ``size`` by ``size`` tokens, spread evenly and itself one of them.
+
+    Tokens see each other if they are a multiple of a step apart in both directions; the step is the side of the grid
+    divided by ``size``, rounded up. Prefix tokens see and are seen by all tokens. Source: MaxViT, arXiv 2204.01697,
+    section 3.1.
+
+    Args:
+        num_heads: Number of heads.
+        grid_size: Height and width of the grid of patch tokens, in raster order.
+        size: Tokens along each axis that a query sees; one fewer for some where the side is no multiple of it.
+        prefix_tokens: Number of prefix tokens.
+
+    Raises:
+        ValueError: If ``size`` is below 1 or larger than the grid.
+    """
+    height, width = grid_size
+    if not 1 <= size <= min(grid_size):
+        raise ValueError(f"size must be in 1..{min(grid_size)} for a grid of {height} x {width}, got {size}")
+    steps = -(-height // size), -(-width // size)
+    y, x = np.divmod(np.arange(height * width), width)
+    rows = y[:, None] % steps[0] + np.arange(size)[None] * steps[0]
+    columns = x[:, None] % steps[1] + np.arange(size)[None] * steps[1]
+    keys = rows[:, :, None] * width + columns[:, None, :]
+    outside = (rows >= height)[:, :, None] | (columns >= width)[:, None, :]
+    keys = np.where(outside, height * width, keys).reshape(height * width, -1)
+    return _shared_rows(keys, num_heads, height * width, prefix_tokens)
 
 
 def _stride(num_tokens: int, stride: int | None) -> int:

@@ -4,36 +4,49 @@ A spec builds the pattern of a layer from its number of heads and tokens. Specs 
 ``sparsify(model, Fibottention())``.
 """
 
-from fibottention.specs.base import AttentionSpec, GridSize, make_spec, nearest, spec_names, square_grid
+from fibottention.specs.base import AttentionCost, AttentionSpec, GridSize, make_spec, nearest, spec_names, square_grid
 from fibottention.specs.keep import (
     BigBird,
+    CrissCross,
     Dense,
     DilatedWindow,
     Exponential,
+    Fibonacci,
     Fibottention,
+    GridAttention,
     Longformer,
     Neighborhood,
     RandomPairs,
     SlidingWindow,
     SparseTransformer,
 )
+from fibottention.specs.rivals import EfficientAttention, Linformer, TopK
+from fibottention.specs.size import fit_macs
 from fibottention.specs.weights import LSA, SATA
 
 __all__ = [
     "LSA",
     "SATA",
+    "AttentionCost",
     "AttentionSpec",
     "BigBird",
+    "CrissCross",
     "Dense",
     "DilatedWindow",
+    "EfficientAttention",
     "Exponential",
+    "Fibonacci",
     "Fibottention",
+    "GridAttention",
     "GridSize",
+    "Linformer",
     "Longformer",
     "Neighborhood",
     "RandomPairs",
     "SlidingWindow",
     "SparseTransformer",
+    "TopK",
+    "fit_macs",
     "make_spec",
     "nearest",
     "spec_names",

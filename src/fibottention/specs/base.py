@@ -12,11 +12,26 @@ from torch import nn
 from fibottention.ops.attention import Fill
 from fibottention.patterns.pattern import Pattern
 
-__all__ = ["AttentionSpec", "GridSize", "as_spec", "make_spec", "nearest", "spec_names", "square_grid"]
+__all__ = ["AttentionCost", "AttentionSpec", "GridSize", "as_spec", "make_spec", "nearest", "spec_names", "square_grid"]
 
 GridSize = tuple[int, int]
 
 _registry: dict[str, type["AttentionSpec"]] = {}
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """What the attention of a layer computes for one sequence.
+
+    Attributes:
+        pairs: Pairs of query and key that get a weight, over all heads.
+        macs: Multiply-accumulates between queries, keys and values (QK^T and AV).
+        dense_macs: The same over all pairs.
+    """
+
+    pairs: int
+    macs: int
+    dense_macs: int
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,10 @@ class AttentionSpec:
         needs_grid: Whether the pattern depends on the grid of the tokens.
         temperature: Factor of the scaled scores.
         learned_temperature: Whether each head learns a factor of the scores in the place of all others.
+        has_pattern: Whether which pairs are kept is known beforehand; else the spec has an `attention` of its own.
+        takes_bias: Whether a bias or mask can be added to the scores.
+        has_weights: Whether there are weights of pairs, which dropout can act on.
+        size_option: The option that sets how many pairs are kept, for `fit_macs`; None if there is none.
     """
 
     name: ClassVar[str]
@@ -38,9 +57,14 @@ class AttentionSpec:
     needs_grid: ClassVar[bool] = False
     temperature: ClassVar[float] = 1.0
     learned_temperature: ClassVar[bool] = False
+    has_pattern: ClassVar[bool] = True
+    takes_bias: ClassVar[bool] = True
+    has_weights: ClassVar[bool] = True
+    size_option: ClassVar[str | None] = None
 
-    def __init_subclass__(cls) -> None:
-        _registry[cls.name] = cls
+    def __init_subclass__(cls, abstract: bool = False) -> None:
+        if not abstract:
+            _registry[cls.name] = cls
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -75,10 +99,45 @@ class AttentionSpec:
         """A new transform of the attention weights for one layer, or None."""
         return None
 
+    def attention(self, sequence_length: int | None) -> nn.Module | None:
+        """A new module that attends for one layer, for specs without a pattern; else None.
+
+        Args:
+            sequence_length: Number of tokens, prefix tokens included; None if it is not known beforehand.
+        """
+        return None
+
+    def cost(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        head_dim: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> AttentionCost:
+        """What one layer computes for one sequence; see `pattern` for the arguments.
+
+        Args:
+            num_heads: Number of heads of the layer.
+            num_tokens: Number of patch tokens.
+            head_dim: Size of one head.
+            prefix_tokens: Number of prefix tokens.
+            layer: Index of the layer in the model, from 0.
+            grid_size: Height and width of the grid of patch tokens.
+        """
+        pattern = self.pattern(num_heads, num_tokens, prefix_tokens=prefix_tokens, layer=layer, grid_size=grid_size)
+        return AttentionCost(pattern.nnz, pattern.macs(head_dim), pattern.dense_macs(head_dim))
+
     @property
     def only_pairs(self) -> bool:
         """Whether the spec says no more than which pairs are kept."""
-        return self.temperature == 1 and not (self.bias_size or self.learned_temperature or self.transform())
+        return (
+            self.has_pattern
+            and self.temperature == 1
+            and not (self.bias_size or self.learned_temperature or self.transform())
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The spec as plain data, ``{"name": ..., fields ...}``, from which `make_spec` makes it again."""

@@ -12,10 +12,13 @@ from fibottention.specs.base import AttentionSpec, GridSize, square_grid
 
 __all__ = [
     "BigBird",
+    "CrissCross",
     "Dense",
     "DilatedWindow",
     "Exponential",
+    "Fibonacci",
     "Fibottention",
+    "GridAttention",
     "Longformer",
     "Neighborhood",
     "RandomPairs",
@@ -68,6 +71,7 @@ class Fibottention(AttentionSpec):
     """
 
     name: ClassVar[str] = "fibottention"
+    size_option: ClassVar[str | None] = "w_max"
     w_min: int = 5
     w_max: int | None = None
     variant: Variant = "wythoff"
@@ -122,6 +126,7 @@ class SlidingWindow(AttentionSpec):
     """The ``window`` tokens on each side; see `fibottention.patterns.sliding_window`."""
 
     name: ClassVar[str] = "sliding_window"
+    size_option: ClassVar[str | None] = "window"
     window: int = 3
     include_self: bool = True
 
@@ -145,6 +150,7 @@ class DilatedWindow(AttentionSpec):
     """Distances ``dilation * n``, the constant sequence; see `fibottention.patterns.dilated_window`."""
 
     name: ClassVar[str] = "dilated_window"
+    size_option: ClassVar[str | None] = "window"
     window: int = 3
     dilation: int = 2
     include_self: bool = True
@@ -174,6 +180,7 @@ class Exponential(AttentionSpec):
     """Distances 1, base, base^2, ...; see `fibottention.patterns.exponential`."""
 
     name: ClassVar[str] = "exponential"
+    size_option: ClassVar[str | None] = "window"
     base: int = 2
     window: int | None = None
     include_self: bool = True
@@ -199,6 +206,30 @@ class Exponential(AttentionSpec):
 
 
 @dataclass(frozen=True)
+class Fibonacci(AttentionSpec):
+    """Distances 1, 2, 3, 5, ..., the same in all heads; see `fibottention.patterns.fibonacci`."""
+
+    name: ClassVar[str] = "fibonacci"
+    size_option: ClassVar[str | None] = "window"
+    window: int | None = None
+    include_self: bool = True
+
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
+        """See `AttentionSpec.pattern`."""
+        return patterns.fibonacci(
+            num_heads, num_tokens, self.window, include_self=self.include_self, prefix_tokens=prefix_tokens
+        )
+
+
+@dataclass(frozen=True)
 class SparseTransformer(AttentionSpec):
     """Sparse Transformer, strided or fixed; see `fibottention.patterns.strided` and `fixed`.
 
@@ -210,6 +241,7 @@ class SparseTransformer(AttentionSpec):
     """
 
     name: ClassVar[str] = "sparse_transformer"
+    size_option: ClassVar[str | None] = "stride"
     mode: Literal["strided", "fixed"] = "strided"
     stride: int | None = None
     window: int | None = None
@@ -235,6 +267,7 @@ class Longformer(AttentionSpec):
     """Sliding window and global tokens; see `fibottention.patterns.longformer`."""
 
     name: ClassVar[str] = "longformer"
+    size_option: ClassVar[str | None] = "window"
     window: int = 1
     global_tokens: int = 0
 
@@ -259,6 +292,7 @@ class BigBird(AttentionSpec):
     """
 
     name: ClassVar[str] = "bigbird"
+    size_option: ClassVar[str | None] = "window"
     window: int = 1
     random_keys: int = 1
     global_tokens: int = 0
@@ -290,6 +324,7 @@ class RandomPairs(AttentionSpec):
     """Random keys, other ones in each head and layer; see `fibottention.patterns.random`."""
 
     name: ClassVar[str] = "random_pairs"
+    size_option: ClassVar[str | None] = "density"
     density: float = 0.0195
     seed: int = 0
 
@@ -321,6 +356,7 @@ class Neighborhood(AttentionSpec):
     """
 
     name: ClassVar[str] = "neighborhood"
+    size_option: ClassVar[str | None] = "kernel_size"
     needs_grid: ClassVar[bool] = True
     kernel_size: int = 7
     dilation: int | tuple[int, ...] = 1
@@ -360,3 +396,49 @@ class Neighborhood(AttentionSpec):
             relation=self.rel_pos_bias,
             prefix_tokens=prefix_tokens,
         )
+
+
+@dataclass(frozen=True)
+class CrissCross(AttentionSpec):
+    """The row and the column of each patch, 13.8 % of a grid of 14 x 14; see `fibottention.patterns.axial`."""
+
+    name: ClassVar[str] = "criss_cross"
+    needs_grid: ClassVar[bool] = True
+
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
+        """See `AttentionSpec.pattern`."""
+        return patterns.axial(num_heads, grid_size or square_grid(num_tokens), prefix_tokens=prefix_tokens)
+
+
+@dataclass(frozen=True)
+class GridAttention(AttentionSpec):
+    """MaxViT's sparse grid: patches a fixed step apart in both directions; see `fibottention.patterns.grid`.
+
+    Attributes:
+        size: Rows and columns of patches that a patch sees; 7 as published, 25 % of a grid of 14 x 14. 2 keeps 2 %.
+    """
+
+    name: ClassVar[str] = "grid_attention"
+    needs_grid: ClassVar[bool] = True
+    size_option: ClassVar[str | None] = "size"
+    size: int = 7
+
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
+        """See `AttentionSpec.pattern`."""
+        return patterns.grid(num_heads, grid_size or square_grid(num_tokens), self.size, prefix_tokens=prefix_tokens)

@@ -67,6 +67,8 @@ class SATA(AttentionSpec):
         super().__post_init__()
         if isinstance(self.over, SATA):
             raise ValueError("SATA: over must be another spec, got SATA itself")
+        if not self.base.has_pattern:
+            raise ValueError(f"SATA: over must be a spec with weights of pairs known beforehand, got {self.base.name}")
         if self.fill == "zero":
             raise ValueError("SATA: over must not have fill='zero', which gives weight to pairs that are not kept")
         self.transform()  # raises for a threshold out of range

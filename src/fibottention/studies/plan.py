@@ -106,17 +106,23 @@ def load_study(
             raise UserError(f"the study {path} has an unknown entry {key!r}{nearest(str(key), valid)}")
     if quick:
         content = _quick(content, path)
+    _check_groups({"": _groups(content)}, path, "the options", OPTION_GROUPS)
+    for option in ("seed", "output"):
+        if option in content.get("train", {}):
+            raise UserError(f"the study {path} must not hold train.{option}, which differs from run to run")
     title = str(content.get("title", path.stem))
-    seeds = tuple(content.get("seeds", (0,)) if seeds is None else seeds)
+    given = content.get("seeds", [0]) if seeds is None else seeds
+    seeds = tuple(given) if isinstance(given, list | tuple) else ()
     if not seeds or len(set(seeds)) < len(seeds) or not all(type(seed) is int and seed >= 0 for seed in seeds):
-        raise UserError(f"the seeds of a study must be different whole numbers of at least 0, got {list(seeds)}")
+        raise UserError(f"the seeds of a study must be different whole numbers of at least 0, got {given}")
     variants, cells = _variants(content, path)
     reference = str(content.get("reference", next(iter(variants))))
     if reference not in variants:
         raise UserError(f"reference: no variant is named {reference!r}{nearest(reference, list(variants))}")
     settings = content.get("settings") or {"": {}}
     _check_groups(settings, path, "settings", ("base", *OPTION_GROUPS))
-    _check_overrides(overrides)
+    settings = {str(name): options for name, options in settings.items()}
+    _check_overrides(overrides, variants)
 
     used: set[str] = set()
     runs = []
@@ -167,9 +173,13 @@ def _find(name: str) -> Path:
 
 
 def _quick(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    if not isinstance(content.get("quick"), dict):
+    if "quick" not in content:
         raise UserError(f"the study {path} has no quick version: its entry 'quick' is missing")
     quick = content["quick"]
+    if not isinstance(quick, dict):
+        raise UserError(f"'quick' of the study {path} must hold options, got {quick!r:.80}")
+    _check_groups({"": _groups(quick)}, path, "quick", OPTION_GROUPS)
+    _check_groups({"": _groups(content)}, path, "the options", OPTION_GROUPS)
     for key in quick:
         if key == "quick" or key not in (*_KEYS, *OPTION_GROUPS):
             raise UserError(f"the study {path} has an unknown entry {key!r} in 'quick'")
@@ -188,8 +198,11 @@ def _base(name: Any, path: Path) -> dict[str, Any]:
 
 def _variants(content: dict[str, Any], path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     """Options by variant, and the grid's values by variant."""
-    variants = dict(content.get("variants") or {})
-    _check_groups(variants, path, "variants", OPTION_GROUPS)
+    named = content.get("variants") or {}
+    _check_groups(named, path, "variants", OPTION_GROUPS)
+    variants = {str(name): options for name, options in named.items()}
+    if len(variants) < len(named):
+        raise UserError(f"the study {path} has two variants of one name among {', '.join(map(repr, named))}")
     grid = content.get("grid") or {}
     if not isinstance(grid, dict) or not all(isinstance(values, list) and values for values in grid.values()):
         raise UserError(f"grid of the study {path} must hold lists of values by option, got {grid!r:.80}")
@@ -210,27 +223,37 @@ def _variants(content: dict[str, Any], path: Path) -> tuple[dict[str, dict[str, 
         variants[name], cells[name] = options, cell
     if not variants:
         raise UserError(f"the study {path} compares nothing: it needs variants or a grid")
-    return {str(name): options for name, options in variants.items()}, cells
+    return variants, cells
 
 
 def _check_groups(named: Any, path: Path, what: str, valid: Sequence[str]) -> None:
+    """Check that a mapping holds groups of options by name."""
     if not isinstance(named, dict) or not all(isinstance(options, dict) for options in named.values()):
         raise UserError(f"{what} of the study {path} must hold groups of options by name, got {named!r:.80}")
     for name, options in named.items():
+        where = f"{name!r} in {what} of the study {path}" if name else f"{what} of the study {path}"
         for group, values in options.items():
             if group not in valid:
-                raise UserError(f"{name!r} in {what} of the study {path}: no group {group!r}{nearest(group, [*valid])}")
+                raise UserError(f"{where}: no group {group!r}{nearest(str(group), [*valid])}")
             if group != "base" and not isinstance(values, dict):
-                raise UserError(f"{name!r} in {what} of the study {path}: {group} must hold options, got {values!r}")
+                raise UserError(f"{where}: {group} must hold options, got {values!r}")
 
 
-def _check_overrides(overrides: Sequence[str]) -> None:
+def _check_overrides(overrides: Sequence[str], variants: Mapping[str, dict[str, Any]]) -> None:
+    """Refuse options of the command line that a study sets itself, run by run."""
+    own = set()
+    for options in variants.values():
+        for group, values in options.items():
+            for name, value in values.items():
+                nested = value if isinstance(value, dict) and value else {"": None}
+                own |= {f"--{group}.{name}.{inner}".rstrip(".") for inner in nested} | {f"--{group}.{name}"}
     for word in overrides:
-        if word.startswith("--attention."):
-            raise UserError(f"{word}: a study chooses its attention itself; change the study's file instead")
-        if word.split("=")[0] in ("--train.seed", "--train.output"):
-            instead = "--seeds" if "seed" in word else "--output"
-            raise UserError(f"{word.split('=')[0]} is not for studies; use {instead}")
+        option = word.split("=")[0]
+        if option.startswith("--attention.") or option in own:
+            raise UserError(f"{option}: the study sets this itself; change its file instead")
+        if option in ("--train.seed", "--train.output"):
+            instead = "--seeds" if "seed" in option else "--output"
+            raise UserError(f"{option} is not for studies; use {instead}")
 
 
 def _check_runs(runs: Sequence[PlannedRun], path: Path) -> None:

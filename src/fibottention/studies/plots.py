@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fibottention.analysis.report import COLOURS
+from fibottention.analysis.colours import COLOURS
 from fibottention.studies.plan import Study
 from fibottention.studies.results import VariantResult
 
@@ -26,7 +26,7 @@ def results_figure(study: Study, results: Sequence[VariantResult]) -> Figure:
     height = 0.3 * len(study.variants) + 1.1
     grid_height = 0.0
     if has_grid:
-        grid_height = 0.5 * len({cell[axes_of_grid[0]] for cell in study.cells.values()}) + 1.0
+        grid_height = 0.5 * len({str(cell[axes_of_grid[0]]) for cell in study.cells.values()}) + 1.0
     figure = Figure(figsize=(2.6 + 4.2 * columns, height + grid_height), layout="constrained")
     ratios = [height, grid_height] if has_grid else [height]
     panels = figure.subplots(len(ratios), columns, squeeze=False, height_ratios=ratios, sharey="row")
@@ -59,12 +59,12 @@ def _dots(axis: Axes, study: Study, results: Sequence[VariantResult]) -> None:
 
 
 def _cells(axis: Axes, study: Study, results: Sequence[VariantResult], options: Sequence[str]) -> None:
-    rows, columns = (list(dict.fromkeys(cell[option] for cell in study.cells.values())) for option in options)
+    rows, columns = (list(dict.fromkeys(str(cell[option]) for cell in study.cells.values())) for option in options)
     values = np.full((len(rows), len(columns)), np.nan)
     for result in results:
         cell = study.cells.get(result.variant)
         if cell is not None and result.last_top1 is not None:
-            values[rows.index(cell[options[0]]), columns.index(cell[options[1]])] = result.last_top1.mean
+            values[rows.index(str(cell[options[0]])), columns.index(str(cell[options[1]]))] = result.last_top1.mean
     # Light colours only, so that black numbers can be read on all of them.
     colours = colormaps["YlGnBu"].with_extremes(bad="white")
     low, high = (np.nanmin(values), np.nanmax(values)) if np.isfinite(values).any() else (0, 1)
@@ -72,11 +72,11 @@ def _cells(axis: Axes, study: Study, results: Sequence[VariantResult], options: 
     for result in results:
         cell = study.cells.get(result.variant)
         if cell is not None and result.last_top1 is not None:
-            place = (columns.index(cell[options[1]]), rows.index(cell[options[0]]))
+            place = (columns.index(str(cell[options[1]])), rows.index(str(cell[options[0]])))
             axis.text(*place, result.last_top1.text(), ha="center", va="center", fontsize=8)
     names = [option.partition(".")[2] for option in options]
-    axis.set_yticks(range(len(rows)), [str(value) for value in rows])
-    axis.set_xticks(range(len(columns)), [str(value) for value in columns])
+    axis.set_yticks(range(len(rows)), rows)
+    axis.set_xticks(range(len(columns)), columns)
     axis.set_ylabel(names[0])
     axis.set_xlabel(names[1])
 

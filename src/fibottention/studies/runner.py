@@ -1,8 +1,10 @@
 """Run a study, run by run, and keep its table, picture and page up to date."""
 
+import contextlib
 import json
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,16 @@ from fibottention.studies.plan import PlannedRun, Study
 from fibottention.studies.plots import curves_figure, results_figure
 from fibottention.studies.results import VariantResult, collect, table_rows, to_markdown
 from fibottention.tasks.classification.config import ClassificationConfig
+from fibottention.tasks.classification.data import ClassificationData
 from fibottention.tasks.classification.runs import load_config, train_classification
 from fibottention.tasks.classification.task import build_model
+from fibottention.training.engine import learned_scales
 from fibottention.training.run import Run, write_atomically
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 __all__ = ["RESULT_NOTE", "run_study"]
 
@@ -52,32 +61,56 @@ def run_study(
         UserError: If an option is not valid, or a run in the folder has other options.
     """
     pending = [run for run in study.runs if not _is_finished(run, folder)]
-    _check_models(pending)
-    for number, planned in enumerate(study.runs, 1):
-        if planned not in pending:
-            continue
-        name = ", ".join(part for part in (planned.setting, planned.variant, f"seed {planned.seed}") if part)
-        if main_process:
-            console.rule(f"run {number} of {len(study.runs)}: {name}")
-        _run(planned, folder, command, console)
-        if main_process:
-            _write(study, folder, command)
-    if not main_process:
-        return []
-    return _write(study, folder, command)
+    _check_start(pending)
+    with _locked(folder) if main_process else contextlib.nullcontext():
+        for number, planned in enumerate(study.runs, 1):
+            if planned not in pending:
+                continue
+            name = ", ".join(part for part in (planned.setting, planned.variant, f"seed {planned.seed}") if part)
+            if main_process:
+                console.rule(f"run {number} of {len(study.runs)}: {name}")
+            _run(planned, folder, command, console, main_process)
+            if main_process:
+                _write(study, folder, command)
+        return _write(study, folder, command) if main_process else []
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep a second study out of the folder, which would take the runs of this one for abandoned."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{folder} is in use by another study, which runs now") from error
+        yield
 
 
 def _is_finished(planned: PlannedRun, folder: Path) -> bool:
-    """Whether a run has ended; refuses a run with other options."""
+    """Whether a run has ended; refuses a run with other options, or made by another number of processes."""
     run = Run(folder / planned.path)
-    if run.config_path.exists():
-        if _essence(load_config(run)) != _essence(planned.config):
-            raise UserError(
-                f"{run.folder} holds a run with other options than the study has now; name another folder with "
-                "--output, or remove this one"
-            )
-        return (run.folder / "summary.json").is_file() or planned.path in _diverged(folder)
-    return planned.path in _diverged(folder)
+    if run.config_path.exists() and _essence(load_config(run)) != _essence(planned.config):
+        raise UserError(
+            f"{run.folder} holds a run with other options than the study has now; name another folder with --output, "
+            "or remove this one"
+        )
+    summary = run.read_json("summary.json") if run.config_path.exists() else None
+    if summary is None:
+        return planned.path in _diverged([planned], folder)
+    # The batch of all processes, and hence the result, depends on them.
+    processes = os.environ.get("WORLD_SIZE", "1")
+    precision = planned.config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    for name, before, now in (
+        ("processes", summary["environment"]["processes"], processes),
+        ("mixed precision", summary["environment"]["mixed precision"], precision),
+    ):
+        if before != now:
+            raise UserError(f"{run.folder} was made with {name} {before}, not {now}; go on with {before}")
+    return True
 
 
 def _essence(config: ClassificationConfig) -> dict[str, Any]:
@@ -89,42 +122,56 @@ def _essence(config: ClassificationConfig) -> dict[str, Any]:
     ).to_dict()
 
 
-def _diverged(folder: Path) -> dict[str, str]:
-    return Run(folder).read_json(_DIVERGED) or {}
+def _diverged(runs: Sequence[PlannedRun], folder: Path) -> dict[str, str]:
+    """What was said about the runs that diverged with the options that they have now, by their folder."""
+    noted = Run(folder).read_json(_DIVERGED) or {}
+    return {
+        run.path: noted[run.path]["error"]
+        for run in runs
+        if run.path in noted and noted[run.path]["options"] == _essence(run.config)
+    }
 
 
-def _check_models(pending: Sequence[PlannedRun]) -> None:
-    """Build each model once, so that a variant that cannot be built is found before the first run."""
-    seen = set()
+def _check_start(pending: Sequence[PlannedRun]) -> None:
+    """Find before the first run what can be found: data that are not there, models that cannot be built."""
+    classes: dict[str, int] = {}
+    variants = set()
     for planned in pending:
-        if (planned.setting, planned.variant) in seen:
+        config = planned.config
+        if planned.setting not in classes:
+            classes[planned.setting] = len(ClassificationData(config).classes)
+        if (planned.setting, planned.variant) in variants:
             continue
-        seen.add((planned.setting, planned.variant))
-        model = replace(planned.config.model, pretrained=False, checkpoint=None)
+        variants.add((planned.setting, planned.variant))
+        model_config = replace(config.model, pretrained=False, checkpoint=None)
         with torch.random.fork_rng(devices=[]):
             try:
-                build_model(replace(planned.config, model=model), model.options.get("num_classes", 10))
+                model, _ = build_model(replace(config, model=model_config), classes[planned.setting])
+                learned_scales(model, config.optim)
             except UserError as error:
                 raise UserError(f"variant {planned.variant!r}: {error}") from error
 
 
-def _run(planned: PlannedRun, folder: Path, command: str, console: Console) -> None:
+def _run(planned: PlannedRun, folder: Path, command: str, console: Console, main_process: bool) -> None:
     run = Run(folder / planned.path)
     begun = run.checkpoint() is not None
-    if not begun:
+    if not begun and run.config_path.exists() and main_process:
         # What a kill before the end of the first epoch leaves behind holds nothing.
         shutil.rmtree(run.folder, ignore_errors=True)
     try:
         train_classification(planned.config, run.folder, command=None if begun else command, console=console)
     except DivergedError as error:
         console.print(f"this run is left out: {error}", soft_wrap=True)
-        Run(folder).write_json(_DIVERGED, {**_diverged(folder), planned.path: str(error)})
+        if main_process:
+            noted = Run(folder).read_json(_DIVERGED) or {}
+            noted[planned.path] = {"error": str(error), "options": _essence(planned.config)}
+            Run(folder).write_json(_DIVERGED, noted)
     except UserError as error:
         raise UserError(f"variant {planned.variant!r}: {error}") from error
 
 
 def _write(study: Study, folder: Path, command: str) -> list[VariantResult]:
-    diverged = _diverged(folder)
+    diverged = _diverged(study.runs, folder)
     results = collect(study, folder, diverged)
     header, rows = table_rows(study, results)
     finished = [run for result in results for run in result.finished]

@@ -27,7 +27,7 @@ from fibottention.specs import nearest
 from fibottention.training.config import OptimConfig, TrainConfig
 from fibottention.training.run import Run
 
-__all__ = ["Evaluation", "Task", "Trainer", "make_accelerator"]
+__all__ = ["Evaluation", "Task", "Trainer", "learned_scales", "make_accelerator"]
 
 _REPORT_STEPS = 10  # the loss, which means waiting for the device, is read about this often
 _CURVE_POINTS = 20  # parts of an epoch whose mean training loss is kept
@@ -116,6 +116,23 @@ def _transform_scales(model: nn.Module) -> list[Tensor]:
     return [module.scale for module in model.modules() if isinstance(module, Twist)]
 
 
+def learned_scales(model: nn.Module, optim: OptimConfig) -> list[Tensor]:
+    """The scales of SATA's transforms that get a learning rate of their own.
+
+    Raises:
+        UserError: If there is such a rate but no such scale.
+    """
+    if optim.transform_lr is None:
+        return []
+    scales = [scale for scale in _transform_scales(model) if scale.requires_grad]
+    if not scales:
+        raise UserError(
+            f"optim.transform_lr={optim.transform_lr} is for the scales that attention.name=sata learns, but the model "
+            "has none"
+        )
+    return scales
+
+
 class Trainer:
     """Trains a task's model and keeps its run's folder.
 
@@ -189,14 +206,9 @@ class Trainer:
 
     def _separate_scales(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the scales of the transforms a group of their own, with ``transform_lr`` and without weight decay."""
-        if self.optim.transform_lr is None:
-            return
-        scales = [scale for scale in _transform_scales(self.task.model) if scale.requires_grad]
+        scales = learned_scales(self.task.model, self.optim)
         if not scales:
-            raise UserError(
-                f"optim.transform_lr={self.optim.transform_lr} is for the scales that attention.name=sata learns, but "
-                "the model has none"
-            )
+            return
         moved = {id(scale) for scale in scales}
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in moved]
@@ -297,7 +309,8 @@ class Trainer:
             )
             samples += self.task.batch_length(batch) * accelerator.num_processes
             if step in (0, self.steps_per_epoch - 1) or (step + 1) % _REPORT_STEPS == 0:
-                value = float(losses[-1])
+                # Mean over the processes, so that all of them see a loss that is no number on one.
+                value = float(cast(Tensor, accelerator.reduce(losses[-1], reduction="mean")))
                 if not math.isfinite(value):
                     raise DivergedError(
                         f"the loss became {value} in epoch {epoch + 1}; lower optim.lr (now {self.lr:g}), set "

@@ -100,7 +100,7 @@ def test_weights_that_do_not_fit_are_listed():
         ),
         (
             lambda c: (c.attention.update(fill="zero"), c.model.options.update(attn_drop_rate=0.1)),
-            "needs attn_drop_rate=0, got 0.1 at blocks.0.attn",
+            "needs an attention dropout of 0, got 0.1 in Attention at blocks.0.attn",
         ),
         (lambda c: setattr(c, "attention", {"name": "fibotention"}), "did you mean 'fibottention'"),
         (lambda c: setattr(c, "attention", {"name": "none", "w_min": 3}), "takes no options"),

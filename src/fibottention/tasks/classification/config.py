@@ -55,6 +55,8 @@ class ModelConfig:
         in_chans: Input channels: 3, or 1 for grey images.
         drop_path: Stochastic depth rate.
         drop: Dropout rate before the classifier.
+        match_macs: Set the size of the attention spec (its window, number of keys, ...) so that attention costs about
+            this share of dense attention's multiply-accumulates; the spec's own size if null.
         options: Further arguments of the model, for example {depth: 4, embed_dim: 64, num_heads: 4, patch_size: 2}.
             Streamed data need num_classes here.
     """
@@ -65,6 +67,7 @@ class ModelConfig:
     in_chans: Literal[1, 3] = 3
     drop_path: float = 0.0
     drop: float = 0.0
+    match_macs: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -148,6 +151,7 @@ _RANGES: tuple[tuple[str, float | None, float | None], ...] = (
     ("data.limit", 1, None),
     ("model.drop_path", 0, 0.99),
     ("model.drop", 0, 0.99),
+    ("model.match_macs", 1e-6, 1),
     ("optim.weight_decay", 0, None),
     ("optim.momentum", 0, 1),
     ("optim.decay_epochs", 1e-6, None),

@@ -110,7 +110,12 @@ def merge_options(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         if group == "attention" and "name" in options:
             merged[group] = options  # another spec has other fields
         else:
-            merged[group] = {**base.get(group, {}), **options}
+            merged[group] = dict(base.get(group, {}))
+            for option, value in options.items():
+                before = merged[group].get(option)
+                if isinstance(before, dict) and isinstance(value, dict):  # the model's arguments, one by one
+                    value = {**before, **value}
+                merged[group][option] = value
     return merged
 
 

@@ -70,7 +70,8 @@ def train_classification(
     out.print(
         f"{config.model.name}: {parameters / 1e6:.2f} M parameters, {len(task.data.classes)} classes, "
         f"{accelerator.num_processes} x {accelerator.device.type}"
-        + (f", attention {report.density:.2%} of dense" if report else ""),
+        + (f", attention {report.density:.2%} of dense" if report else "")
+        + (f" with {report.spec}" if report and config.model.match_macs else ""),
         highlight=False,
         soft_wrap=True,
     )
@@ -100,6 +101,8 @@ def train_classification(
         "attention": None
         if report is None
         else {
+            "spec": report.spec.to_dict(),
+            "pairs": report.pairs,
             "density": report.density,
             "macs": report.macs,
             "dense_macs": report.dense_macs,

@@ -17,7 +17,7 @@ from fibottention.adapters.timm import sparsify
 from fibottention.errors import UserError
 from fibottention.models.neighborhood_checkpoints import convert_checkpoint
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
-from fibottention.specs import nearest
+from fibottention.specs import AttentionSpec, Dense, fit_macs, nearest
 from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, attention_spec
 from fibottention.tasks.classification.data import ClassificationData
 from fibottention.training.engine import Evaluation
@@ -51,8 +51,12 @@ def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Modu
         options["drop_rate"] = model_config.drop
     model = _create(model_config.name, model_config.pretrained, options, config.data.image_size)
     report = None
+    if spec is None and model_config.match_macs is not None:
+        raise UserError("model.match_macs needs an attention spec, got attention.name=none")
     if spec is not None:
         try:
+            if model_config.match_macs is not None:
+                spec = _matched(model, spec, model_config.match_macs)
             report = sparsify(model, spec)
         except ValueError as error:
             raise UserError(f"attention {spec.name} in {model_config.name}: {error}") from error
@@ -62,6 +66,12 @@ def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Modu
             weights = convert_checkpoint(weights, model)
         load_into(model, weights, model_config.checkpoint, new_classifier=True)
     return model, report
+
+
+def _matched(model: nn.Module, spec: AttentionSpec, share: float) -> AttentionSpec:
+    """The spec sized for the first attention layer of a model, whose attention is dense afterwards."""
+    layer = sparsify(model, Dense()).layers[0]
+    return fit_macs(spec, share, layer.num_heads, layer.num_tokens, layer.head_dim, prefix_tokens=layer.prefix_tokens)
 
 
 def _create(name: str, pretrained: bool, options: dict[str, Any], image_size: int) -> nn.Module:

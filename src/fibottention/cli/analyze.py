@@ -1,0 +1,124 @@
+"""``fibottention analyze``: heads, reach and localisation of trained models, as JSON and PNG."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from fibottention.analysis.coverage import coverage, draw_coverage
+from fibottention.analysis.heads import HeadStatistics, draw_diversity, draw_head_statistics, head_statistics
+from fibottention.analysis.localisation import draw_localisation, localisation
+from fibottention.cli.options import CommandParser, make_console
+from fibottention.errors import UserError
+from fibottention.layers.pattern_attention import PatternAttention
+from fibottention.tasks.classification.images import images_from_folder, validation_images
+from fibottention.tasks.classification.runs import load_model
+from fibottention.training.run import write_atomically
+
+__all__ = ["run"]
+
+
+def run(words: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = CommandParser(
+        prog="fibottention analyze",
+        description="Look into the attention of trained models: how much the heads differ (distances and similarity "
+        "of their outputs, entropy of their weights), which tokens heads and layers reach, and, with masks, how much "
+        "of an object's attention stays in the object. Writes JSON and PNG into RUN/analysis, where fibottention "
+        "report finds them.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folders of runs, or checkpoints in them")
+    parser.add_argument("--images", type=Path, help="folder of images (default: the run's validation images)")
+    parser.add_argument("--masks", type=Path, help="folder of masks: a PNG of the same name per image, 0 is outside")
+    parser.add_argument("--count", type=int, default=64, help="number of images, evenly spread (default 64)")
+    parser.add_argument("--root", help="folder of the data in the place of the run's own")
+    parser.add_argument("--output", type=Path, help="folder of the comparison of several runs (default: analysis)")
+    arguments = parser.parse_args(words)
+    if arguments.count < 2:
+        raise UserError(f"--count must be at least 2, got {arguments.count}")
+    if arguments.masks is not None and arguments.images is None:
+        raise UserError("--masks needs --images: masks go by the names of the images")
+    console = make_console()
+    names = [str(path).rstrip("/") for path in arguments.runs]
+    compared: dict[str, list[HeadStatistics]] = {}
+    for name, path in zip(names, arguments.runs, strict=True):
+        model, config, _, run_ = load_model(path)
+        if arguments.root is not None:
+            config.data.root = arguments.root
+        masks = None
+        if arguments.images is None:
+            images = validation_images(config, arguments.count)
+        else:
+            images, masks = images_from_folder(config, arguments.count, arguments.images, arguments.masks)
+        folder = run_.folder / "analysis"
+        compared[name] = _analyze(model, images, masks, folder)
+        console.print(f"{name}: {len(images)} images; written to {folder}", soft_wrap=True)
+    if len(compared) > 1 and all(compared.values()):
+        folder = arguments.output or Path("analysis")
+        _save(draw_diversity(compared), folder / "diversity.png")
+        console.print(f"head diversity side by side: {folder / 'diversity.png'}", soft_wrap=True)
+    return 0
+
+
+def _analyze(model: nn.Module, images: Tensor, masks: Tensor | None, folder: Path) -> list[HeadStatistics]:
+    try:
+        layers = head_statistics(model, images)
+        places = localisation(model, images, masks) if masks is not None else []
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if layers:
+        _write(folder / "heads.json", [_plain_heads(layer) for layer in layers])
+        _save(draw_diversity({"this run": layers}), folder / "diversity.png")
+        _save(draw_head_statistics(layers), folder / "heads.png")
+    if places:
+        content = [
+            {
+                "layer": layer.layer,
+                "share": layer.share.mean(0).tolist(),
+                "mean": layer.mean.mean(0).tolist(),
+                "variance": layer.variance.mean(0).tolist(),
+                "area": layer.area.mean().item(),
+            }
+            for layer in places
+        ]
+        _write(folder / "localisation.json", content)
+        _save(draw_localisation(places), folder / "localisation.png")
+    patterns = _patterns(model)
+    if patterns:
+        reach = coverage(patterns)
+        content = {
+            "union": reach.union,
+            "reached": reach.reached,
+            "reached_with_prefix": reach.reached_with_prefix,
+            "layers_to_all": reach.layers_to_all,
+        }
+        _write(folder / "coverage.json", content)
+        _save(draw_coverage(reach), folder / "coverage.png")
+    return layers
+
+
+def _patterns(model: nn.Module) -> list[Any]:
+    """The pattern of each layer, if all layers attend over the same tokens."""
+    layers = [module for module in model.modules() if isinstance(module, PatternAttention)]
+    patterns = [pattern for layer in layers for pattern in list(layer._patterns.values())[:1]]
+    sizes = {(pattern.prefix_tokens, pattern.num_tokens, pattern.num_heads) for pattern in patterns}
+    return patterns if len(patterns) == len(layers) and len(sizes) == 1 else []
+
+
+def _plain_heads(layer: HeadStatistics) -> dict[str, Any]:
+    return {
+        "layer": layer.layer,
+        "diversity": {"mean": layer.diversity.mean().item(), "sd": layer.diversity.std(correction=0).item()},
+        "entropy_bits": None if layer.entropy is None else layer.entropy.tolist(),
+        "similarity": layer.similarity.tolist(),
+    }
+
+
+def _write(path: Path, content: object) -> None:
+    write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content, indent=1) + "\n"))
+
+
+def _save(figure: Figure, path: Path) -> None:
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=150))

@@ -1,0 +1,52 @@
+"""Inside-to-inside attention, by hand and against dense attention written out."""
+
+import math
+
+import pytest
+import torch
+
+from fibottention import LSA, SATA, Dense, Fibottention, sparsify
+from fibottention.analysis.attention_maps import captured_attention
+from fibottention.analysis.localisation import draw_localisation, localisation, patch_masks
+from tests.analysis.test_heads import images, model
+
+
+def object_masks():
+    masks = torch.zeros(3, 32, 32, dtype=torch.bool)
+    masks[0, :8, :8] = True
+    masks[1, 12:30, 5:20] = True
+    masks[2, :, 16:] = True
+    return masks
+
+
+def test_patches_of_a_mask():
+    masks = torch.zeros(1, 8, 8, dtype=torch.bool)
+    masks[0, :4, :6] = True  # half of the second patch of the first row
+    assert patch_masks(masks, (2, 2)).tolist() == [[True, True, False, False]]
+    for value, what in ((False, "no patch"), (True, "every patch")):
+        with pytest.raises(ValueError, match=f"mask 0 covers {what} of the 2 x 2"):
+            patch_masks(torch.full((1, 8, 8), value), (2, 2))
+
+
+@pytest.mark.parametrize("spec", [None, Dense(), Fibottention(), Fibottention(fill="zero"), SATA(), LSA()])
+def test_numbers_are_those_of_dense_weights(spec):
+    vit, x, masks = model(), images(), object_masks()
+    if spec is not None:
+        sparsify(vit, spec)
+    inside = patch_masks(masks, (8, 8))
+    for layer, result in zip(captured_attention(vit, x), localisation(vit, x, masks), strict=True):
+        kept = layer.module.pattern(65).mask()
+        fill = 0 if spec is not None and spec.fill == "zero" else -math.inf
+        weights = (layer.q @ layer.k.mT * layer.scale).double().masked_fill(~kept, fill).softmax(-1)
+        if isinstance(spec, SATA):
+            weights = layer.module.transform(weights)
+        patches = weights[:, :, 1:, 1:]
+        for image in range(3):
+            of_object = patches[image][:, inside[image]]
+            both = of_object[:, :, inside[image]].flatten(1)
+            torch.testing.assert_close(result.mean[image], both.mean(1), rtol=1e-4, atol=1e-8)
+            torch.testing.assert_close(result.variance[image], both.var(1, correction=0), rtol=1e-3, atol=1e-9)
+            share = both.sum(1) / of_object.sum((1, 2))
+            torch.testing.assert_close(result.share[image], share, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(result.area, inside.double().mean(1))
+    assert len(draw_localisation(localisation(vit, x, masks)).axes) == 2
