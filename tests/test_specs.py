@@ -14,6 +14,7 @@ from fibottention import (
     CrissCross,
     Dense,
     DilatedWindow,
+    EfficientAttention,
     Exponential,
     Fibonacci,
     Fibottention,
@@ -213,7 +214,7 @@ def test_specs_can_be_sized_to_a_cost(spec, share):
 
 def test_a_spec_that_fits_stays_and_one_that_cannot_is_refused():
     assert fit_macs(Fibottention(), 0.03, 12, 196, 64, prefix_tokens=1) == Fibottention()
-    for spec, nearest_share in ((CrissCross(), "14.65%"), (TopK(), "50.25%"), (Dense(), "100.00%")):
+    for spec, nearest_share in ((CrissCross(), "14.65%"), (TopK(), "100.00%"), (Dense(), "100.00%")):
         with pytest.raises(
             ValueError, match=f"{spec.name} cannot be brought to 3.00% .* the nearest is {nearest_share}"
         ):
@@ -232,3 +233,14 @@ def test_cost_of_a_pattern():
 def test_sata_is_for_pairs_known_beforehand():
     with pytest.raises(ValueError, match="over must be a spec with weights of pairs known beforehand, got linformer"):
         SATA(over="linformer")
+
+
+def test_sizes_of_zero_and_reasons():
+    assert fit_macs(Longformer(), 0.0155, 12, 196, 64, prefix_tokens=1) == Longformer(window=0)
+    with pytest.raises(ValueError, match="cannot be had in any size: grid_size must be given for 50 tokens"):
+        fit_macs(Neighborhood(), 0.1, 12, 50, 64)
+    for call in (lambda: fit_macs(Longformer(), 0.1, 0, 196, 64), lambda: TopK().cost(0, 196, 64)):
+        with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
+            call()
+    with pytest.raises(ValueError, match="prefix_tokens must be at least 0, got -1"):
+        EfficientAttention().cost(3, 4, 8, prefix_tokens=-1)

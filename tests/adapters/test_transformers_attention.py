@@ -1,5 +1,8 @@
 """Specs in transformers' vision models: against transformers' own attention under masks and formulas made here."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import timm
 import torch
@@ -8,11 +11,13 @@ from accelerate import cpu_offload
 from transformers import AttentionInterface, AutoModel
 from transformers.models.vit.modeling_vit import ViTForImageClassification
 
-from fibottention import LSA, SATA, Dense, Fibottention, Neighborhood, sparsify
+from fibottention import LSA, SATA, AttentionSpec, Dense, Fibottention, Neighborhood, sparsify
 from fibottention.adapters import transformers as adapter
 from fibottention.adapters.transformers import register
+from fibottention.cli.options import describe_specs
 from fibottention.layers.pattern_attention import PatternAttention
-from fibottention.patterns import neighborhood, wythoff
+from fibottention.patterns import dilated_window, neighborhood, wythoff
+from fibottention.specs.base import _registry
 
 register()
 
@@ -394,3 +399,31 @@ def test_register_keeps_and_checks_names():
     register({"dense": Dense()})
     with pytest.raises(TypeError, match="specs must hold attention specs, got str for 'bad'"):
         register({"bad": "sata"})
+
+
+def test_vjepa2_with_its_other_layers_dense():
+    config = transformers.VJEPA2Config(**VJEPA2, attn_implementation="fibottention")
+    model = transformers.VJEPA2ForVideoClassification(config).eval()
+    model.set_attn_implementation("fibottention")
+    model.vjepa2.set_attn_implementation("fibottention")
+    model(**inputs("vjepa2"))
+    assert sum(isinstance(m, PatternAttention) for m in model.modules()) == 2
+
+
+def test_a_spec_of_the_users_own_without_defaults():
+    @dataclass(frozen=True)
+    class Step(AttentionSpec):
+        name: ClassVar[str] = "step_without_default"
+        step: int
+
+        def pattern(self, num_heads, num_tokens, *, prefix_tokens=0, layer=0, grid_size=None):
+            return dilated_window(num_heads, num_tokens, num_tokens, self.step, prefix_tokens=prefix_tokens)
+
+    try:
+        sparsify(make("vit"), Fibottention())
+        model = make("vit")
+        sparsify(model, Step(2))
+        features(model, "vit")
+        assert "step_without_default" in describe_specs()
+    finally:
+        del _registry["step_without_default"]

@@ -42,7 +42,9 @@ def test_similarity_by_hand():
     a, b = torch.randn(2, 5, 40, 6, generator=generator, dtype=torch.float64)
     rotation = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64))[0]
     out = torch.stack([a, 3 * a @ rotation + 5, b], 1)
-    similarity = _similarity(out)
+    features = out.transpose(0, 1).flatten(1, 2)
+    features = features - features.mean(1, keepdim=True)
+    similarity = _similarity(torch.einsum("hnd,gne->hgde", features, features))
     # Linear CKA ignores rotation, scale and shift (Kornblith et al. 2019, section 2).
     assert similarity[0, 1].item() == pytest.approx(1)
     torch.testing.assert_close(similarity.diagonal(), torch.ones(3, dtype=torch.float64))
@@ -56,7 +58,8 @@ def test_similarity_by_hand():
 def test_entropy_is_that_of_the_dense_weights(spec):
     vit = model()
     sparsify(vit, spec)
-    for layer, result in zip(captured_attention(vit, images()), head_statistics(vit, images()), strict=True):
+    layers = captured_attention(vit, images(), lambda layer: layer)
+    for layer, result in zip(layers, head_statistics(vit, images(), batch_size=2), strict=True):
         kept = layer.module.pattern(65).mask()
         scores = (
             (layer.q @ layer.k.mT * layer.scale).double().masked_fill(~kept, 0 if spec.fill == "zero" else -math.inf)
@@ -64,8 +67,13 @@ def test_entropy_is_that_of_the_dense_weights(spec):
         weights = scores.softmax(-1)
         expected = torch.special.entr(weights).sum(-1).mean((0, 2)) / math.log(2)
         torch.testing.assert_close(result.entropy, expected, rtol=1e-4, atol=1e-5)
-        keys = kept.sum(-1).double().log().mean(-1).exp().expand(4)
-        torch.testing.assert_close(result.keys, keys)
+        keys = kept.sum(-1).double() if spec.fill == "-inf" else torch.full((4, 65), 65.0, dtype=torch.float64)
+        torch.testing.assert_close(result.keys, keys.log().mean(-1).exp().expand(4))
+        assert (result.entropy <= result.keys.log2() + 1e-9).all()
+        features = layer.out.double().transpose(0, 1).flatten(1, 2)
+        features = features - features.mean(1, keepdim=True)
+        products = torch.einsum("hnd,gne->hgde", features, features)
+        torch.testing.assert_close(result.similarity, _similarity(products))
         weights = weights if not isinstance(spec, SATA) else layer.module.transform(weights)
         out = weights @ layer.v.double()
         torch.testing.assert_close(layer.out.double(), out, rtol=1e-4, atol=1e-4)
@@ -97,6 +105,22 @@ def test_other_models():
     assert all((layer.entropy < 6).all() for layer in dense)  # log2(65) = 6.02, and the bias is far from even
     sparsify(beit, Neighborhood(3))
     assert len(head_statistics(beit, images())) == 2
+    clip = transformers.CLIPModel(transformers.CLIPConfig(text_config={"num_hidden_layers": 1}, vision_config={
+        "image_size": 32, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 64}))  # fmt: skip
+    with pytest.raises(ValueError, match="CLIPModel takes input_ids; give the part of it that takes images only"):
+        head_statistics(clip, images())
+    assert len(head_statistics(clip.vision_model, images())) == 2
+
+
+def test_training_mode_of_every_part_stays():
+    vit = model()
+    sparsify(vit, Fibottention())
+    vit.train()
+    vit.blocks[0].eval()
+    before = {name: module.training for name, module in vit.named_modules()}
+    head_statistics(vit, images())
+    assert {name: module.training for name, module in vit.named_modules()} == before
 
 
 def test_pictures():

@@ -3,10 +3,11 @@
 import math
 
 import pytest
+import timm
 import torch
 
-from fibottention import LSA, SATA, Dense, Fibottention, sparsify
-from fibottention.analysis.attention_maps import captured_attention
+from fibottention import LSA, SATA, Dense, Fibottention, TopK, sparsify
+from fibottention.analysis.attention_maps import captured_attention, patch_grid
 from fibottention.analysis.localisation import draw_localisation, localisation, patch_masks
 from tests.analysis.test_heads import images, model
 
@@ -34,7 +35,8 @@ def test_numbers_are_those_of_dense_weights(spec):
     if spec is not None:
         sparsify(vit, spec)
     inside = patch_masks(masks, (8, 8))
-    for layer, result in zip(captured_attention(vit, x), localisation(vit, x, masks), strict=True):
+    layers = captured_attention(vit, x, lambda layer: layer)
+    for layer, result in zip(layers, localisation(vit, x, masks, batch_size=2), strict=True):
         kept = layer.module.pattern(65).mask()
         fill = 0 if spec is not None and spec.fill == "zero" else -math.inf
         weights = (layer.q @ layer.k.mT * layer.scale).double().masked_fill(~kept, fill).softmax(-1)
@@ -50,3 +52,20 @@ def test_numbers_are_those_of_dense_weights(spec):
             torch.testing.assert_close(result.share[image], share, rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(result.area, inside.double().mean(1))
     assert len(draw_localisation(localisation(vit, x, masks)).axes) == 2
+
+
+def test_the_grid_is_that_of_the_image():
+    assert patch_grid(36, (64, 144)) == (4, 9)
+    assert patch_grid(64, (32, 32)) == (8, 8)
+    with pytest.raises(ValueError, match="37 patches form no grid of squares on an image of 64 x 144"):
+        patch_grid(37, (64, 144))
+    wide = timm.create_model("vit_tiny_patch16_224", img_size=(64, 144), embed_dim=32, depth=1, num_heads=2).eval()
+    sparsify(wide, Fibottention())
+    masks = torch.zeros(1, 64, 144, dtype=torch.bool)
+    masks[0, :16, :64] = True  # one row of four patches
+    (layer,) = localisation(wide, torch.zeros(1, 3, 64, 144), masks)
+    assert layer.area.item() == pytest.approx(4 / 36)
+    with pytest.raises(ValueError, match="images must be"):
+        localisation(wide, torch.zeros(1, 3, 64, 144), masks[:, :32])
+    sparsify(wide, TopK())
+    assert localisation(wide, torch.zeros(1, 3, 64, 144), masks) == []

@@ -41,7 +41,7 @@ def test_analyses_of_two_runs(runs, capsys, tmp_path):
     for name in ("fibottention", "dense"):
         folder = runs / name / "analysis"
         assert sorted(p.name for p in folder.iterdir()) == [
-            "coverage.json", "coverage.png", "diversity.png", "heads.json", "heads.png",
+            "coverage.json", "coverage.png", "diversity.png", "heads.json", "heads.png", "maps.png",
         ]  # fmt: skip
         layers = json.loads((folder / "heads.json").read_text())
         assert [layer["layer"] for layer in layers] == ["blocks.0.attn", "blocks.1.attn"]
@@ -71,6 +71,12 @@ def test_masks_of_objects(runs, tmp_path, capsys):
     # 48 pixels become 28, patches are 2 pixels: rows 3 to 8 or 9 and columns 1 or 2 to 11 of 14.
     assert layers[0]["area"] == pytest.approx(20 * 35 / 48**2, rel=0.1)
     assert all(0 <= share <= 1 for share in layers[0]["share"])
+    palette = Image.fromarray((mask > 0).astype(np.uint8), mode="P")
+    palette.putpalette([255, 255, 255, 0, 0, 0])  # number 0, the outside, is white
+    palette.save(masks / "0.png")
+    assert main(words) == 0
+    again = json.loads((runs / "fibottention" / "analysis" / "localisation.json").read_text())
+    assert again[0]["area"] == layers[0]["area"]
     Image.fromarray(mask[:20]).save(masks / "0.png")
     assert main(words) == 2
     assert "is 48 x 20 pixels, the image 48 x 48" in capsys.readouterr().err
@@ -98,4 +104,52 @@ def test_a_model_without_such_layers(tmp_path, capsys):
     train_classification(config, tmp_path / "run", command="none")
     assert main(["analyze", str(tmp_path / "run"), "--count", "2"]) == 2
     assert "sparsify does not support ResNet" in capsys.readouterr().err
+    config.model.name, config.model.options = (
+        "dinat_s_tiny",
+        {"patch_size": 2, "embed_dim": 32, "depths": [1], "num_heads": [1]},
+    )
+    train_classification(config, tmp_path / "dinat", command="none")
+    assert main(["analyze", str(tmp_path / "dinat"), "--count", "2"]) == 2
+    assert "has no layer that attends over whole images" in capsys.readouterr().err
     assert not (tmp_path / "run" / "analysis").exists()
+
+
+def test_a_run_with_another_attention(runs, capsys):
+    assert main(["evaluate", str(runs / "dense"), "--json"]) == 0
+    dense = json.loads(capsys.readouterr().out)
+    assert main(["evaluate", str(runs / "dense"), "--json", "--attention.name", "dense"]) == 0
+    assert json.loads(capsys.readouterr().out)["val_loss"] == pytest.approx(dense["val_loss"], rel=1e-5)
+    assert main(["evaluate", str(runs / "dense"), "--json", "--attention.name=longformer", "--attention.window=3"]) == 0
+    assert json.loads(capsys.readouterr().out)["val_loss"] != dense["val_loss"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--attention.window=3"], "--attention.name must be given with other options of --attention"),
+        (["--attention.name=none"], "--attention.name=none changes nothing"),
+        (["--attention.name=longformr"], "did you mean 'longformer'"),
+        (["--attention.name=grid_attention", "--attention.size=99"], "attention grid_attention: size must be in 1..14"),
+        (["--dilations=gradual"], "--dilations is for NAT and DiNAT, and this run has a VisionTransformer"),
+    ],
+)
+def test_mistakes_about_another_attention(runs, capsys, words, message):
+    assert main(["evaluate", str(runs / "dense"), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_dilations_at_test_time(tmp_path, capsys):
+    config = sparse_config(1)
+    config.attention = {"name": "none"}
+    config.model.name = "dinat_s_tiny"
+    config.model.options = {"patch_size": 2, "embed_dim": 32, "depths": [2], "num_heads": [1], "kernel_size": 3}
+    config.model.options["dilations"] = [[1, 1]]
+    train_classification(config, tmp_path / "run", command="none")
+    losses = {}
+    for dilations in ("null", "gradual", "[4]", "[[1,1]]"):
+        assert main(["evaluate", str(tmp_path / "run"), "--json", f"--dilations={dilations}"]) == 0
+        losses[dilations] = json.loads(capsys.readouterr().out)["val_loss"]
+    assert losses["null"] == losses["[[1,1]]"]
+    assert losses["gradual"] == losses["[4]"] != losses["null"]
+    assert main(["evaluate", str(tmp_path / "run"), "--dilations=[1,2]"]) == 2
+    assert "--dilations: dilations must have 1 entries, one per level, got 2" in capsys.readouterr().err

@@ -1,11 +1,13 @@
 """Studies as YAML files describe them."""
 
 import pytest
+import torch
 import yaml
 
 from fibottention.cli import main
 from fibottention.errors import UserError
 from fibottention.studies.plan import load_study, study_names
+from fibottention.tasks.classification.task import build_model
 
 STUDY = {
     "title": "a question",
@@ -137,5 +139,8 @@ def test_shipped_studies_are_valid(name, quick):
     assert len(study.seeds) >= 2
     assert study.reference == study.variants[0]
     assert len(study.variants) >= 4
+    for run in {run.variant: run for run in study.runs if run.setting == study.settings[0]}.values():
+        with torch.device("meta"):
+            build_model(run.config, 10)
     if quick:
         assert all(run.config.data.name == "fashion-mnist-subset" for run in study.runs)

@@ -153,6 +153,11 @@ def test_what_a_study_does_not_touch(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="was made with processes 1, not 2; go on with 1"):
         run_tiny(tmp_path, [0, 1])
     monkeypatch.undo()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    (out / "dense/seed-0/summary.json").unlink()  # stopped half-way
+    with pytest.raises(UserError, match="was made with mixed precision no, not bf16; go on with no"):
+        run_tiny(tmp_path, [0, 1])
+    monkeypatch.undo()
     (out / "dense/seed-1").mkdir()
     (out / "dense/seed-1/thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="must be a new or empty folder"):
@@ -168,6 +173,14 @@ def test_data_that_are_not_there_are_found_first(tmp_path):
         run_tiny(
             tmp_path, [0], variants={"window": {"attention": {"name": "longformer"}, "optim": {"transform_lr": 0.1}}}
         )
+    for options, message in (
+        ({"optim": {"name": "sgdx"}}, "the optimizer optim.name=sgdx cannot be made"),
+        ({"augment": {"flip": 2}}, "augment.flip must be in 0 .. 1, got 2"),
+        ({"optim": {"warmup_epochs": 100}}, "optim.warmup_epochs must be at least 0 and less than"),
+        ({"model": {"checkpoint": "nothing.pth"}}, "nothing.pth is not a file of weights"),
+    ):
+        with pytest.raises(UserError, match=f"variant 'odd': {message}"):
+            run_tiny(tmp_path, [0], variants={"dense": {"attention": {"name": "dense"}}, "odd": options})
     assert not (tmp_path / "out").exists()
 
 

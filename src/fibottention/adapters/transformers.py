@@ -1,5 +1,6 @@
 """transformers: `sparsify` for its vision models, specs as attention implementations, and its Auto classes."""
 
+import contextlib
 import copy
 import functools
 import math
@@ -139,7 +140,7 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
     if not isinstance(spec, AttentionSpec):
         raise TypeError(f"spec must be an AttentionSpec such as Fibottention(), got {type(spec).__name__}")
     _prepare()
-    name = spec.name if _named[spec.name] == spec else str(spec)
+    name = spec.name if _named.get(spec.name) == spec else str(spec)
     if name not in _named:
         _name_spec(name, spec)
     report = _attach(model, sites(model), spec, backend)
@@ -169,7 +170,8 @@ def _prepare() -> None:
     """Name all specs that have no name yet, and let models follow names."""
     for name in spec_names():
         if name not in _named:
-            _name_spec(name, make_spec(name))
+            with contextlib.suppress(TypeError):  # a spec of the user's own may have options without default
+                _name_spec(name, make_spec(name))
     _follow_names()
 
 
@@ -397,7 +399,9 @@ def _take_up(model: PreTrainedModel) -> None:
     for site in sites(model):
         name = site.module.config._attn_implementation
         sparse = getattr(site.module, "sparse", None)
-        if name in _named:
+        if name in _named and site.tokens is None:
+            site.module.sparse = None
+        elif name in _named:
             if sparse is None or sparse.spec != _named[name]:  # what was learned under the same spec stays
                 changed.setdefault(name, []).append(site)
         elif hasattr(site.module, "sparse"):

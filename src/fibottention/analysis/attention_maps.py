@@ -1,8 +1,9 @@
 """Where each head looks: attention maps of a model's layers on images."""
 
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from timm.models.swin_transformer import WindowAttention
@@ -16,7 +17,7 @@ from fibottention.ops.attention import sparse_attention
 from fibottention.ops.pairs import pair_sum_transposed
 from fibottention.specs import Dense
 
-__all__ = ["AttentionMap", "CapturedLayer", "attention_maps", "captured_attention"]
+__all__ = ["AttentionMap", "CapturedLayer", "attention_maps", "captured_attention", "patch_grid"]
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,9 @@ def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
     Raises:
         ValueError: If the model is not one that `sparsify` supports.
     """
-    return [
-        AttentionMap(layer.name, _map(layer), layer.module.prefix_tokens > 0)
-        for layer in captured_attention(model, images)
-    ]
+    return captured_attention(
+        model, images, lambda layer: AttentionMap(layer.name, _map(layer), layer.module.prefix_tokens > 0)
+    )
 
 
 @dataclass(frozen=True)
@@ -95,23 +95,32 @@ class CapturedLayer:
         return weights
 
 
+T = TypeVar("T")
+
+
 @torch.no_grad()
-def captured_attention(model: nn.Module, images: Tensor) -> list[CapturedLayer]:
-    """What the layers of `attention_maps` got and gave for some images.
+def captured_attention(model: nn.Module, images: Tensor, use: Callable[[CapturedLayer], T]) -> list[T]:
+    """What a function makes of each layer of `attention_maps`, in the order in which they are used.
+
+    The tensors of a layer are given up before the next one is computed.
 
     Args:
         model: As for `attention_maps`.
         images: ``(B, C, H, W)``, normalized.
+        use: Called with each layer.
 
     Raises:
-        ValueError: If the model is not one that `sparsify` supports.
+        ValueError: If the model is not one that `sparsify` supports, or takes more than images.
     """
+    main_input = getattr(model, "main_input_name", "pixel_values")  # of transformers
+    if main_input != "pixel_values":
+        raise ValueError(f"{type(model).__name__} takes {main_input}; give the part of it that takes images only")
     if any(isinstance(module, NeighborhoodAttention2D) for module in model.modules()):
         return []
     if not any(isinstance(module, PatternAttention) for module in model.modules()):
         model = copy.deepcopy(model)
         sparsify(model, Dense())
-    captured: list[CapturedLayer] = []
+    made: list[T] = []
     modules = {
         name: module
         for name, module in model.named_modules()
@@ -122,19 +131,38 @@ def captured_attention(model: nn.Module, images: Tensor) -> list[CapturedLayer]:
         def hook(module: PatternAttention, args: tuple[Tensor, ...], kwargs: dict[str, Any], out: Tensor) -> None:
             q, scale = module.with_temperature(args[0], kwargs.get("scale"))
             layer = name.removesuffix(".sparse")
-            captured.append(CapturedLayer(layer, module, q, args[1], args[2], out, kwargs.get("bias"), scale))
+            made.append(use(CapturedLayer(layer, module, q, args[1], args[2], out, kwargs.get("bias"), scale)))
 
         return hook
 
     hooks = [module.register_forward_hook(capture(name), with_kwargs=True) for name, module in modules.items()]
-    was_training = model.training
+    was_training = {module: module.training for module in model.modules()}
     try:
         model.eval()(images)
     finally:
-        model.train(was_training)
+        for module, training in was_training.items():
+            module.training = training
         for hook in hooks:
             hook.remove()
-    return captured
+    return made
+
+
+def patch_grid(num_tokens: int, image_size: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of square patches that make so many of an image.
+
+    Args:
+        num_tokens: Number of patches.
+        image_size: Height and width of the image.
+
+    Raises:
+        ValueError: If no such grid has so many patches.
+    """
+    height, width = image_size
+    side = (height * width / num_tokens) ** 0.5
+    rows, columns = max(1, round(height / side)), max(1, round(width / side))
+    if rows * columns != num_tokens:
+        raise ValueError(f"{num_tokens} patches form no grid of squares on an image of {height} x {width}")
+    return rows, columns
 
 
 def _is_windowed(module: nn.Module) -> bool:

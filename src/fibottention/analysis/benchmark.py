@@ -1,12 +1,10 @@
 """Timing sparse attention against its rivals, all in one process and in turn, so that ratios can be trusted."""
 
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fibottention.analysis.timing import peak_mib, seconds_of
 from fibottention.ops import explain_backend, sparse_attention
 from fibottention.ops.attention import Backend
 from fibottention.ops.constants import pattern_mask
@@ -234,46 +233,6 @@ def _stream(case: Case) -> Callable[[], object]:
     return lambda: torch.addcmul(a, b, c, out=out)
 
 
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def _seconds(function: Callable[[], object], device: str) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    function()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _peak_mib(function: Callable[[], object], device: str) -> float | None:
-    """Peak memory of a call above what was in use before it, in MiB; on the CPU only under Linux."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        function()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back
-        before = _status("VmRSS")
-        function()
-        return max(0.0, (_status("VmHWM") - before) / 1024)
-    except (OSError, AttributeError):
-        function()
-        return None
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1])
-    raise OSError(f"no {field} in /proc/self/status")
-
-
 @contextlib.contextmanager
 def _threads(case: Case) -> Iterator[None]:
     before = torch.get_num_threads()
@@ -316,7 +275,7 @@ def measure_attention(
             try:
                 call = _call(case, function, views="views" in name)
                 call()
-                memory[name] = _peak_mib(call, case.device)
+                memory[name] = peak_mib(call, case.device)
                 calls[name] = call
             except Exception as error:
                 failed[name] = (str(error).strip() or repr(error)).splitlines()[0][:120]
@@ -325,7 +284,7 @@ def measure_attention(
             for name, call in calls.items():
                 spent = sum(times[name])
                 if spent < seconds or (len(times[name]) < 3 and spent < 3 * seconds):
-                    times[name].append(_seconds(call, case.device))
+                    times[name].append(seconds_of(call, case.device))
     passes = 3 if case.backward else 1
     kept = case.batch * case.pattern.nnz
     results = []
@@ -451,7 +410,7 @@ def measure_training(
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(runs):
         for name, step in steps.items():
-            times[name].append(_seconds(step, device))
+            times[name].append(seconds_of(step, device))
     return {name: 1000 * statistics.median(values) for name, values in times.items()}
 
 

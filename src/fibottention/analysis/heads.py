@@ -27,8 +27,8 @@ class HeadStatistics:
         similarity: ``(H, H)``: linear centred kernel alignment of the outputs over all tokens and images, in [0, 1].
         entropy: ``(H,)``: mean entropy of a query's weights in bits, before any transform of them; None for attention
             without weights of pairs.
-        keys: ``(H,)``: geometric mean of the number of kept keys of a query, whose logarithm bounds the entropy of
-            weights that are 0 outside the pattern.
+        keys: ``(H,)``: geometric mean of the number of keys of a query that have a weight (the kept ones; all with
+            ``fill="zero"``), whose logarithm bounds the entropy.
     """
 
     layer: str
@@ -39,25 +39,55 @@ class HeadStatistics:
 
 
 @torch.no_grad()
-def head_statistics(model: nn.Module, images: Tensor) -> list[HeadStatistics]:
+def head_statistics(model: nn.Module, images: Tensor, batch_size: int = 8) -> list[HeadStatistics]:
     """The heads of the layers that attend over whole images, see `attention_maps`.
 
     Args:
         model: A model of timm or transformers, made sparse or not. It is not changed.
         images: ``(B, C, H, W)``, normalized.
+        batch_size: Images at a time, which bounds the memory.
 
     Raises:
-        ValueError: If the model is not one that `sparsify` supports.
+        ValueError: If the model is not one that `sparsify` supports, or takes more than images.
     """
-    return [_of_layer(layer) for layer in captured_attention(model, images)]
+    batches = [captured_attention(model, part, _of_batch) for part in images.split(batch_size)]
+    return [_together(parts) for parts in zip(*batches, strict=True)]
 
 
-def _of_layer(layer: CapturedLayer) -> HeadStatistics:
+@dataclass(frozen=True)
+class _Sums:
+    """What one batch adds to the statistics of a layer."""
+
+    layer: str
+    diversity: Tensor
+    count: int  # tokens of all images
+    sums: Tensor  # (H, D)
+    products: Tensor  # (H, H, D, D)
+    entropy: Tensor | None
+    keys: Tensor | None
+
+
+def _of_batch(layer: CapturedLayer) -> _Sums:
     out = layer.out.double()
+    features = out.transpose(0, 1).flatten(1, 2)  # (H, B * N, D)
     entropy = keys = None
     if layer.module.spec.has_pattern:
         entropy, keys = _entropy(layer)
-    return HeadStatistics(layer.name, _diversity(out), _similarity(out), entropy, keys)
+    products = torch.einsum("hnd,gne->hgde", features, features)
+    return _Sums(layer.name, _diversity(out), features.shape[1], features.sum(1), products, entropy, keys)
+
+
+def _together(parts: Sequence[_Sums]) -> HeadStatistics:
+    count, images = sum(part.count for part in parts), [len(part.diversity) for part in parts]
+    mean = sum(part.sums for part in parts) / count
+    products = sum(part.products for part in parts) - count * torch.einsum("hd,ge->hgde", mean, mean)
+    entropies = [part.entropy for part in parts if part.entropy is not None]
+    entropy = None
+    if entropies:
+        weights = torch.tensor(images, dtype=torch.float64, device=entropies[0].device) / sum(images)
+        entropy = (torch.stack(entropies) * weights[:, None]).sum(0)
+    diversity = torch.cat([part.diversity for part in parts])
+    return HeadStatistics(parts[0].layer, diversity, _similarity(products), entropy, parts[0].keys)
 
 
 def _diversity(out: Tensor) -> Tensor:
@@ -71,12 +101,11 @@ def _diversity(out: Tensor) -> Tensor:
     return total / (heads * (heads - 1) // 2)
 
 
-def _similarity(out: Tensor) -> Tensor:
-    features = out.transpose(0, 1).flatten(1, 2)  # (H, B * N, D)
-    features = features - features.mean(1, keepdim=True)
-    products = torch.einsum("hnd,gne->hgde", features, features).square().sum((2, 3))
-    norms = products.diagonal().sqrt()
-    return products / (norms[:, None] * norms[None]).clamp(min=torch.finfo(out.dtype).tiny)
+def _similarity(products: Tensor) -> Tensor:
+    """Linear CKA from the products ``(H, H, D, D)`` of centred features."""
+    sizes = products.square().sum((2, 3))
+    norms = sizes.diagonal().sqrt()
+    return sizes / (norms[:, None] * norms[None]).clamp(min=torch.finfo(sizes.dtype).tiny)
 
 
 def _entropy(layer: CapturedLayer) -> tuple[Tensor, Tensor]:
@@ -92,7 +121,8 @@ def _entropy(layer: CapturedLayer) -> tuple[Tensor, Tensor]:
             rest = (1 - rows.sum(-1)).clamp(min=0) / others  # of each pair that is not kept
             of_rows = of_rows + others * torch.special.entr(rest)
         entropy[..., block.rows] = of_rows
-        keys[block.rows] = torch.log(torch.tensor(float(rows.shape[-1]), dtype=keys.dtype, device=keys.device))
+        seen = length if layer.module.spec.fill == "zero" else rows.shape[-1]
+        keys[block.rows] = float(np.log(seen))
     per_head = entropy.view(weights.shape[0], heads, length).mean((0, 2)) / np.log(2)
     return per_head, keys.view(-1, length).mean(1).exp().expand(heads if pattern.stored_heads == 1 else -1)
 
@@ -156,7 +186,7 @@ def draw_head_statistics(layers: Sequence[HeadStatistics]) -> Figure:
     for number, (entropy, keys) in enumerate(bounds, 1):
         heads = len(entropy)
         places = number + (np.arange(heads) - (heads - 1) / 2) * 0.6 / max(heads, 2)
-        labels = ("a head", "log2 of its kept keys") if number == 1 else (None, None)
+        labels = ("a head", "log2 of its keys") if number == 1 else (None, None)
         axis.plot(places, entropy.cpu(), "o", markersize=3.5, color=COLOURS[0], label=labels[0])
         axis.plot(places, keys.cpu().log2(), "_", color=COLOURS[1], label=labels[1])
     axis.set_xticks(range(1, count + 1))

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fibottention.analysis.attention_maps import CapturedLayer, captured_attention
+from fibottention.analysis.attention_maps import CapturedLayer, captured_attention, patch_grid
 from fibottention.analysis.colours import COLOURS
 from fibottention.ops.pairs import pair_sum
 
@@ -56,30 +56,50 @@ def patch_masks(masks: Tensor, grid_size: tuple[int, int]) -> Tensor:
 
 
 @torch.no_grad()
-def localisation(model: nn.Module, images: Tensor, masks: Tensor) -> list[Localisation]:
+def localisation(model: nn.Module, images: Tensor, masks: Tensor, batch_size: int = 8) -> list[Localisation]:
     """Inside-to-inside attention of the layers that attend over whole images, see `attention_maps`.
+
+    Layers without weights of pairs known beforehand (top-k, Linformer, efficient attention) are left out.
 
     Args:
         model: A model of timm or transformers, made sparse or not. It is not changed.
         images: ``(B, C, H, W)``, normalized.
         masks: ``(B, H, W)``, True in the object.
+        batch_size: Images at a time, which bounds the memory.
 
     Raises:
-        ValueError: If the model is not one that `sparsify` supports, its patches form no square grid, or a mask covers
-            no patch or all.
+        ValueError: If the model is not one that `sparsify` supports or takes more than images, its patches form no grid
+            on the image, or a mask covers no patch or all.
     """
-    return [_of_layer(layer, masks) for layer in captured_attention(model, images)]
+    if images.ndim != 4 or masks.shape != (len(images), *images.shape[-2:]):
+        raise ValueError(
+            f"images must be (B, C, H, W) and masks (B, H, W), got {tuple(images.shape)} and {tuple(masks.shape)}"
+        )
+    batches = [
+        captured_attention(model, part, lambda layer, own=own: _of_layer(layer, own))
+        for part, own in zip(images.split(batch_size), masks.split(batch_size), strict=True)
+    ]
+    found = []
+    for parts in zip(*batches, strict=True):
+        own = [part for part in parts if part is not None]
+        if own:
+            fields = [
+                torch.cat([getattr(part, name) for part in own]) for name in ("mean", "variance", "share", "area")
+            ]
+            found.append(Localisation(own[0].layer, *fields))
+    return found
 
 
-def _of_layer(layer: CapturedLayer, masks: Tensor) -> Localisation:
+def _of_layer(layer: CapturedLayer, masks: Tensor) -> Localisation | None:
+    if not layer.module.spec.has_pattern:
+        return None
     pattern, weights = layer.module.pattern(layer.q.shape[2]), layer.weights(layer.module.transform).double()
-    prefix, tokens, heads = pattern.prefix_tokens, pattern.num_tokens, pattern.num_heads
-    if pattern.prefix_tokens != layer.module.prefix_tokens:  # LSA's pattern takes them for tokens like the others
-        prefix, tokens = layer.module.prefix_tokens, pattern.sequence_length - layer.module.prefix_tokens
-    side = round(tokens**0.5)
-    if side**2 != tokens:
-        raise ValueError(f"the patches form no square grid: there are {tokens}")
-    inside = patch_masks(masks, (side, side)).to(weights.device)
+    heads, prefix = (
+        pattern.num_heads,
+        layer.module.prefix_tokens,
+    )  # LSA's pattern takes these for tokens like the others
+    tokens = pattern.sequence_length - prefix
+    inside = patch_masks(masks, patch_grid(tokens, masks.shape[-2:])).to(weights.device)
     inside = torch.cat([inside.new_zeros(len(inside), prefix), inside], 1)
     patch = torch.cat([inside.new_zeros(prefix), inside.new_ones(tokens)]).expand_as(inside)
     kept = torch.ones_like(weights)

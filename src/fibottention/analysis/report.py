@@ -36,6 +36,7 @@ _ANALYSES = {
     "diversity.png": "Distance between heads, by layer",
     "heads.png": "Similarity of heads and entropy of their weights",
     "coverage.png": "Which tokens heads and layers reach",
+    "maps.png": "Attention of the last layer, and rollout, on images",
     "localisation.png": "Attention that stays in the object",
 }
 

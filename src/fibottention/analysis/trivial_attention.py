@@ -49,7 +49,7 @@ def trivial_attention(model: nn.Module, images: Tensor, threshold: float = 0.1) 
     """
     if not 0 <= threshold <= 1:
         raise ValueError(f"threshold must be in [0, 1], got {threshold}")
-    return [_of_layer(layer, threshold) for layer in captured_attention(model, images)]
+    return captured_attention(model, images, lambda layer: _of_layer(layer, threshold))
 
 
 def _of_layer(layer: CapturedLayer, threshold: float) -> TrivialAttention:

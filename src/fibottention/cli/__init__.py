@@ -1,4 +1,4 @@
-"""The command line: ``fibottention train | evaluate | predict | inspect | analyze | study | report | benchmark``."""
+"""The command line: ``fibottention train | evaluate | predict | inspect | analyze | cost | study | report | ...``."""
 
 import importlib
 import os
@@ -18,6 +18,7 @@ _COMMANDS = {
     "inspect": "show the offsets, density and cost of an attention spec, and draw its masks",
     "analyze": "look into the attention of runs: heads, reach, localisation",
     "study": "train many variants with one budget and compare them",
+    "cost": "compare what specs cost at growing numbers of tokens",
     "report": "write one HTML page about one or several runs",
 }
 

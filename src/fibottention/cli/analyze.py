@@ -4,20 +4,27 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from fibottention.analysis.attention_maps import CapturedLayer, attention_maps, captured_attention
 from fibottention.analysis.coverage import coverage, draw_coverage
 from fibottention.analysis.heads import HeadStatistics, draw_diversity, draw_head_statistics, head_statistics
 from fibottention.analysis.localisation import draw_localisation, localisation
+from fibottention.analysis.rollout import attention_rollout, draw_attention_maps
 from fibottention.cli.options import CommandParser, make_console
 from fibottention.errors import UserError
-from fibottention.layers.pattern_attention import PatternAttention
+from fibottention.patterns.pattern import Pattern
+from fibottention.tasks.classification.config import ClassificationConfig
+from fibottention.tasks.classification.data import normalization
 from fibottention.tasks.classification.images import images_from_folder, validation_images
 from fibottention.tasks.classification.runs import load_model
 from fibottention.training.run import write_atomically
 
 __all__ = ["run"]
+
+_PICTURES = 6
 
 
 def run(words: list[str]) -> int:
@@ -54,8 +61,9 @@ def run(words: list[str]) -> int:
             images, masks = images_from_folder(config, arguments.count, arguments.images, arguments.masks)
         folder = run_.folder / "analysis"
         compared[name] = _analyze(model, images, masks, folder)
+        _draw_maps(model, images[:_PICTURES], config, folder)
         console.print(f"{name}: {len(images)} images; written to {folder}", soft_wrap=True)
-    if len(compared) > 1 and all(compared.values()):
+    if len(compared) > 1:
         folder = arguments.output or Path("analysis")
         _save(draw_diversity(compared), folder / "diversity.png")
         console.print(f"head diversity side by side: {folder / 'diversity.png'}", soft_wrap=True)
@@ -66,12 +74,18 @@ def _analyze(model: nn.Module, images: Tensor, masks: Tensor | None, folder: Pat
     try:
         layers = head_statistics(model, images)
         places = localisation(model, images, masks) if masks is not None else []
+        patterns = captured_attention(model, images[:1], _pattern)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if layers:
-        _write(folder / "heads.json", [_plain_heads(layer) for layer in layers])
-        _save(draw_diversity({"this run": layers}), folder / "diversity.png")
-        _save(draw_head_statistics(layers), folder / "heads.png")
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} has no layer that attends over whole images, so there is nothing to see"
+        )
+    if masks is not None and not places:
+        raise UserError("--masks: this attention has no weights of pairs, so nothing can be said of objects")
+    _write(folder / "heads.json", [_plain_heads(layer) for layer in layers])
+    _save(draw_diversity({"this run": layers}), folder / "diversity.png")
+    _save(draw_head_statistics(layers), folder / "heads.png")
     if places:
         content = [
             {
@@ -85,9 +99,10 @@ def _analyze(model: nn.Module, images: Tensor, masks: Tensor | None, folder: Pat
         ]
         _write(folder / "localisation.json", content)
         _save(draw_localisation(places), folder / "localisation.png")
-    patterns = _patterns(model)
-    if patterns:
-        reach = coverage(patterns)
+    known = [pattern for pattern in patterns if pattern is not None]
+    # Layers over different tokens (PiT) have no reach in common.
+    if len({(pattern.prefix_tokens, pattern.num_tokens, pattern.num_heads) for pattern in known}) == 1:
+        reach = coverage(known)
         content = {
             "union": reach.union,
             "reached": reach.reached,
@@ -99,12 +114,23 @@ def _analyze(model: nn.Module, images: Tensor, masks: Tensor | None, folder: Pat
     return layers
 
 
-def _patterns(model: nn.Module) -> list[Any]:
-    """The pattern of each layer, if all layers attend over the same tokens."""
-    layers = [module for module in model.modules() if isinstance(module, PatternAttention)]
-    patterns = [pattern for layer in layers for pattern in list(layer._patterns.values())[:1]]
-    sizes = {(pattern.prefix_tokens, pattern.num_tokens, pattern.num_heads) for pattern in patterns}
-    return patterns if len(patterns) == len(layers) and len(sizes) == 1 else []
+def _pattern(layer: CapturedLayer) -> Pattern | None:
+    return layer.module.pattern(layer.q.shape[2]) if layer.module.spec.has_pattern else None
+
+
+def _draw_maps(model: nn.Module, images: Tensor, config: ClassificationConfig, folder: Path) -> None:
+    """The last layer's maps and the rollout on some images."""
+    try:
+        maps = attention_maps(model, images)
+    except ValueError:
+        return  # a spec without weights of pairs
+    try:
+        rollout = attention_rollout(model, images)
+    except ValueError:
+        rollout = None  # layers over different tokens
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalization(config.data, config.model.in_chans))
+    seen = (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).squeeze(-1).double()
+    _save(draw_attention_maps([picture.numpy() for picture in seen], maps[-1], rollout), folder / "maps.png")
 
 
 def _plain_heads(layer: HeadStatistics) -> dict[str, Any]:

@@ -2,13 +2,20 @@
 
 import json
 import sys
+from typing import Any
 
 import torch
+import yaml
 from accelerate.utils import gather_object
 from rich.table import Table
+from torch import nn
 
+from fibottention.adapters.timm import sparsify
 from fibottention.cli.options import CommandParser, make_console
 from fibottention.errors import UserError
+from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
+from fibottention.tasks.classification.config import attention_spec
+from fibottention.tasks.classification.options import spec_options
 from fibottention.tasks.classification.runs import load_model
 from fibottention.tasks.classification.task import ClassificationTask
 from fibottention.training.engine import make_accelerator
@@ -18,15 +25,25 @@ __all__ = ["run"]
 
 def run(words: list[str]) -> int:
     """Run the command; returns the exit code."""
-    parser = CommandParser(prog="fibottention evaluate", description="Evaluate a trained model on validation images.")
+    parser = CommandParser(
+        prog="fibottention evaluate",
+        description="Evaluate a trained model on validation images. With --attention.name NAME and the options of that "
+        "spec, the model attends so instead, without training; what the spec learns has its initial values.",
+    )
     parser.add_argument("run", metavar="RUN|CHECKPOINT", help="folder of a run, or a checkpoint in it")
     parser.add_argument("--root", help="folder with the data, if not where it was in training")
     parser.add_argument("--split", help="name of the validation split or folder")
     parser.add_argument("--batch-size", type=int, help="images per step")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="device")
+    parser.add_argument("--dilations", help="dilations of a NAT or DiNAT: gradual, max, null or such as [8,4,2,1]")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    attention, words = spec_options(words, "--attention.")
     arguments = parser.parse_args(words)
     model, config, classes, _ = load_model(arguments.run)
+    if attention:
+        _change_attention(model, attention)
+    if arguments.dilations is not None:
+        _change_dilations(model, arguments.dilations, config.data.image_size)
     if arguments.root is not None:
         config.data.root = arguments.root
     if arguments.split is not None:
@@ -76,3 +93,25 @@ def run(words: list[str]) -> int:
     for name in unreadable:
         console.print(f"could not be read: {name}", soft_wrap=True)
     return 0
+
+
+def _change_attention(model: nn.Module, options: dict[str, Any]) -> None:
+    if "name" not in options:
+        raise UserError("--attention.name must be given with other options of --attention")
+    spec = attention_spec(options)
+    if spec is None:
+        raise UserError("--attention.name=none changes nothing; leave it out, or take dense")
+    try:
+        sparsify(model, spec)
+    except ValueError as error:
+        raise UserError(f"attention {spec.name}: {error}") from error
+
+
+def _change_dilations(model: nn.Module, text: str, image_size: int) -> None:
+    if not isinstance(model, NeighborhoodTransformer):
+        raise UserError(f"--dilations is for NAT and DiNAT, and this run has a {type(model).__name__}")
+    try:
+        dilations = yaml.safe_load(text)
+        model.set_dilations(dilations, image_size if isinstance(dilations, str) else None)
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        raise UserError(f"--dilations: {' '.join(str(error).split())}") from error

@@ -50,7 +50,11 @@ def describe_specs() -> str:
     """One line per attention spec, for help texts."""
     lines = []
     for name in spec_names():
-        spec = make_spec(name)
+        try:
+            spec = make_spec(name)
+        except TypeError:  # an option without default
+            lines.append(f"  {name}")
+            continue
         values = ", ".join(f"{key}={value}" for key, value in spec.to_dict().items() if key != "name")
         lines.append(f"  {name:20} {values}")
     return "\n".join(lines)

@@ -39,6 +39,7 @@ class SparseAttention(nn.Module):
         prefix_tokens: Number of prefix tokens at the start of the sequence.
         layer: Index of the layer in its model, from 0.
         backend: As in `fibottention.sparse_attention`.
+        sequence_length: Number of tokens, prefix tokens included, for specs that learn something of that length.
 
     Raises:
         ValueError: If ``dim`` is not divisible by ``num_heads``, or a norm is asked for without ``norm_layer``.
@@ -65,6 +66,7 @@ class SparseAttention(nn.Module):
         prefix_tokens: int = 1,
         layer: int = 0,
         backend: Backend = "auto",
+        sequence_length: int | None = None,
     ) -> None:
         super().__init__()
         if attn_head_dim is None and dim % num_heads:
@@ -95,6 +97,7 @@ class SparseAttention(nn.Module):
             layer=layer,
             backend=backend,
             head_dim=self.head_dim,
+            sequence_length=sequence_length,
             **factory,
         )
 
@@ -140,13 +143,16 @@ def additive_mask(mask: Tensor, q: Tensor) -> Tensor:
     return mask.expand(-1, -1, length, length)
 
 
-def attention_layer(spec: AttentionSpec, *, prefix_tokens: int = 1, backend: Backend = "auto") -> type[SparseAttention]:
+def attention_layer(
+    spec: AttentionSpec, *, prefix_tokens: int = 1, backend: Backend = "auto", sequence_length: int | None = None
+) -> type[SparseAttention]:
     """A class for the ``attn_layer=`` argument of timm's models; use a new one for each model.
 
     Args:
         spec: How to attend.
         prefix_tokens: Number of prefix tokens of the model (1 for a CLS token).
         backend: As in `fibottention.sparse_attention`.
+        sequence_length: Number of tokens, prefix tokens included, for specs that learn something of that length.
 
     Returns:
         A subclass of `SparseAttention` that numbers its instances 0, 1, ... as layers of the model.
@@ -156,7 +162,13 @@ def attention_layer(spec: AttentionSpec, *, prefix_tokens: int = 1, backend: Bac
     class SpecAttention(SparseAttention):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(
-                *args, **kwargs, spec=spec, prefix_tokens=prefix_tokens, layer=next(layers), backend=backend
+                *args,
+                **kwargs,
+                spec=spec,
+                prefix_tokens=prefix_tokens,
+                layer=next(layers),
+                backend=backend,
+                sequence_length=sequence_length,
             )
 
     return SpecAttention

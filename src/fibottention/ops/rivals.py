@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fibottention.ops.eager import cast_for_autocast
+from fibottention.ops.eager import cast_for_autocast, full_precision
 
 __all__ = ["EfficientAttentionOp", "LinformerOp", "TopKOp"]
 
@@ -12,7 +12,8 @@ __all__ = ["EfficientAttentionOp", "LinformerOp", "TopKOp"]
 class TopKOp(nn.Module):
     """Each query attends to the keys with its ``k`` largest scores; prefix tokens are tokens like the others.
 
-    Exact, hence all scores are computed; among equal scores, those that ``torch.topk`` takes are kept.
+    Exact, hence all scores are computed, and the sum over the values is a dense product, which repeats bit for bit.
+    Among equal scores, those that ``torch.topk`` takes are kept.
 
     Args:
         k: Keys per query; all if there are fewer.
@@ -27,13 +28,21 @@ class TopKOp(nn.Module):
     ) -> Tensor:
         """Attend; ``(B, H, N, D)``, with a dense bias or None."""
         q, k, v = cast_for_autocast(q, k, v)
-        scores = (q @ k.mT).float() if q.dtype != torch.float64 else q @ k.mT
-        scores = scores * scale
-        if bias is not None:
-            scores = scores + _by_batch(bias, len(q)).to(scores.dtype)
-        largest, keys = scores.topk(min(self.k, scores.shape[-1]), -1)
-        weights = torch.zeros_like(scores).scatter(-1, keys, largest.softmax(-1))
-        return F.dropout(weights, dropout_p).to(v.dtype) @ v
+        weights = F.dropout(_largest_weights(q, k, bias, scale, self.k), dropout_p)
+        return weights.to(v.dtype) @ v
+
+
+@full_precision
+def _largest_weights(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, count: int) -> Tensor:
+    """Weights ``(B, H, N, N)`` of the largest scores, from products in float32 or better."""
+    exact = q.dtype if q.dtype == torch.float64 else torch.float32
+    scores = (q.to(exact) * scale) @ k.to(exact).mT
+    if bias is not None:
+        scores = scores + _by_batch(bias, len(q)).to(exact)
+    largest, keys = scores.topk(min(count, scores.shape[-1]), -1)
+    dead = largest[..., :1].isneginf()  # a query whose keys are all masked gets zeros
+    weights = largest.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+    return torch.zeros_like(scores).scatter(-1, keys, weights)
 
 
 class LinformerOp(nn.Module):

@@ -21,7 +21,7 @@ from fibottention.specs.keep import (
     SparseTransformer,
 )
 from fibottention.specs.rivals import EfficientAttention, Linformer, TopK
-from fibottention.specs.size import fit_macs
+from fibottention.specs.size import fit_macs, fit_share
 from fibottention.specs.weights import LSA, SATA
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "SparseTransformer",
     "TopK",
     "fit_macs",
+    "fit_share",
     "make_spec",
     "nearest",
     "spec_names",

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import nn
 
 from fibottention.ops.rivals import EfficientAttentionOp, LinformerOp, TopKOp
-from fibottention.patterns.pattern import Pattern
+from fibottention.patterns.pattern import Pattern, check_sizes
 from fibottention.specs.base import AttentionCost, AttentionSpec, GridSize
 
 __all__ = ["EfficientAttention", "Linformer", "TopK"]
@@ -45,6 +45,7 @@ class _Rival(AttentionSpec, abstract=True):
         grid_size: GridSize | None = None,
     ) -> AttentionCost:
         """See `AttentionSpec.cost`."""
+        check_sizes(num_heads, num_tokens, prefix_tokens)
         length = prefix_tokens + num_tokens
         pairs, macs = self.head_cost(length, head_dim)
         return AttentionCost(num_heads * pairs, num_heads * macs, 2 * num_heads * length**2 * head_dim)
@@ -56,7 +57,7 @@ class _Rival(AttentionSpec, abstract=True):
 
 @dataclass(frozen=True)
 class TopK(_Rival):
-    """The keys with the k largest scores of each query, exactly; all scores are computed.
+    """The keys with the k largest scores of each query, exactly; it costs as much as dense attention.
 
     Attributes:
         k: Keys per query; 3 prunes 98.48 % of the pairs of 196 patches and CLS, as in the published comparison.
@@ -77,8 +78,7 @@ class TopK(_Rival):
 
     def head_cost(self, length: int, head_dim: int) -> tuple[int, int]:
         """See `_Rival.head_cost`."""
-        pairs = length * min(self.k, length)
-        return pairs, (length**2 + pairs) * head_dim
+        return length * min(self.k, length), 2 * length**2 * head_dim
 
 
 @dataclass(frozen=True)
@@ -126,5 +126,5 @@ class EfficientAttention(_Rival):
         return EfficientAttentionOp()
 
     def head_cost(self, length: int, head_dim: int) -> tuple[int, int]:
-        """See `_Rival.head_cost`; its pairs are those of channels and tokens."""
-        return length * head_dim, 2 * length * head_dim**2
+        """See `_Rival.head_cost`."""
+        return 0, 2 * length * head_dim**2

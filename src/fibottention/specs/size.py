@@ -1,13 +1,14 @@
 """Specs of a given cost, so that different kinds of attention can be compared at equal cost."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
+from fibottention.patterns.pattern import check_sizes
 from fibottention.specs.base import AttentionSpec, GridSize
 from fibottention.specs.weights import SATA
 
-__all__ = ["fit_macs"]
+__all__ = ["fit_macs", "fit_share"]
 
 _LARGEST_MISFIT = 1.5  # as a factor
 _CLOSE = 0.02  # of the logarithm of the share
@@ -37,25 +38,47 @@ def fit_macs(
     Raises:
         ValueError: If the share is out of range, or the spec cannot come within a factor of 1.5 of it.
     """
+    check_sizes(num_heads, num_tokens, prefix_tokens)
+
+    def share_of(candidate: AttentionSpec) -> float:
+        cost = candidate.cost(num_heads, num_tokens, head_dim, prefix_tokens=prefix_tokens, grid_size=grid_size)
+        return cost.macs / cost.dense_macs
+
+    return fit_share(spec, share, share_of, num_tokens)
+
+
+def fit_share(
+    spec: AttentionSpec, share: float, share_of: Callable[[AttentionSpec], float], largest: int
+) -> AttentionSpec:
+    """The spec with its size set so that a share is nearest to a given one.
+
+    Args:
+        spec: The spec; its other options stay.
+        share: The share, in (0, 1].
+        share_of: The share that a candidate has; raises ValueError for one that cannot be had.
+        largest: Largest size that is tried.
+
+    Raises:
+        ValueError: If the share is out of range, or the spec cannot come within a factor of 1.5 of it.
+    """
     if not 0 < share <= 1:
         raise ValueError(f"share must be in (0, 1], got {share}")
     if isinstance(spec, SATA):
-        over = fit_macs(
-            spec.base, share, num_heads, num_tokens, head_dim, prefix_tokens=prefix_tokens, grid_size=grid_size
-        )
+        over = fit_share(spec.base, share, lambda base: share_of(replace(spec, over=base)), largest)
         return replace(spec, over=over)
     misfits: list[tuple[float, AttentionSpec, float]] = []
-    for candidate in (spec, *_candidates(spec, share, num_tokens)):
+    reason: ValueError | None = None
+    for candidate in (spec, *_candidates(spec, share, largest)):
         try:
-            cost = candidate.cost(num_heads, num_tokens, head_dim, prefix_tokens=prefix_tokens, grid_size=grid_size)
-        except ValueError:
-            continue  # too large for these tokens, or without a key for some query
-        reached = cost.macs / cost.dense_macs
+            reached = share_of(candidate)
+        except ValueError as error:
+            reason = error  # too large for these tokens, or without a key for some query
+            continue
         if spec.size_option != "stride" and reached > 3 * share and misfits and reached > misfits[-1][2]:
             break  # sizes only grow, and so does the cost
         misfits.append((abs(math.log(reached / share)), candidate, reached))
     if not misfits:
-        raise ValueError(f"{spec.name} cannot be had for {num_tokens} tokens in any size")
+        raise ValueError(f"{spec.name} cannot be had in any size: {reason}") from reason
     smallest, _, reached = min(misfits, key=lambda entry: entry[0])
     if smallest > math.log(_LARGEST_MISFIT):
         raise ValueError(
@@ -67,7 +90,7 @@ def fit_macs(
     return spec if spec in good else good[-1]
 
 
-def _candidates(spec: AttentionSpec, share: float, num_tokens: int) -> Iterator[AttentionSpec]:
+def _candidates(spec: AttentionSpec, share: float, largest: int) -> Iterator[AttentionSpec]:
     option = spec.size_option
     if option is None:
         return
@@ -76,8 +99,7 @@ def _candidates(spec: AttentionSpec, share: float, num_tokens: int) -> Iterator[
         for step in range(1, 101):
             yield replace(spec, **{option: share * step / 100})
         return
-    smallest = getattr(spec, "w_min", 1) if option == "w_max" else 1
-    size = smallest
-    while size <= num_tokens:
+    size = getattr(spec, "w_min", 1) if option == "w_max" else 0 if option == "window" else 1
+    while size <= largest:
         yield replace(spec, **{option: size})
         size = max(size + 1, int(size * 1.04))

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -20,10 +19,7 @@ from fibottention.studies.plan import PlannedRun, Study
 from fibottention.studies.plots import curves_figure, results_figure
 from fibottention.studies.results import VariantResult, collect, table_rows, to_markdown
 from fibottention.tasks.classification.config import ClassificationConfig
-from fibottention.tasks.classification.data import ClassificationData
-from fibottention.tasks.classification.runs import load_config, train_classification
-from fibottention.tasks.classification.task import build_model
-from fibottention.training.engine import learned_scales
+from fibottention.tasks.classification.runs import check_classification, load_config, train_classification
 from fibottention.training.run import Run, write_atomically
 
 try:
@@ -98,19 +94,17 @@ def _is_finished(planned: PlannedRun, folder: Path) -> bool:
             f"{run.folder} holds a run with other options than the study has now; name another folder with --output, "
             "or remove this one"
         )
-    summary = run.read_json("summary.json") if run.config_path.exists() else None
-    if summary is None:
-        return planned.path in _diverged([planned], folder)
-    # The batch of all processes, and hence the result, depends on them.
-    processes = os.environ.get("WORLD_SIZE", "1")
+    before = run.read_json("environment.json") if run.config_path.exists() else None
+    for name, now in _launch(planned).items():
+        if before is not None and before[name] != now:
+            raise UserError(f"{run.folder} was made with {name} {before[name]}, not {now}; go on with {before[name]}")
+    return (run.folder / "summary.json").is_file() or planned.path in _diverged([planned], folder)
+
+
+def _launch(planned: PlannedRun) -> dict[str, str]:
+    """How a run would be launched now, as far as its result depends on it."""
     precision = planned.config.train.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    for name, before, now in (
-        ("processes", summary["environment"]["processes"], processes),
-        ("mixed precision", summary["environment"]["mixed precision"], precision),
-    ):
-        if before != now:
-            raise UserError(f"{run.folder} was made with {name} {before}, not {now}; go on with {before}")
-    return True
+    return {"processes": os.environ.get("WORLD_SIZE", "1"), "mixed precision": precision}
 
 
 def _essence(config: ClassificationConfig) -> dict[str, Any]:
@@ -128,26 +122,18 @@ def _diverged(runs: Sequence[PlannedRun], folder: Path) -> dict[str, str]:
     return {
         run.path: noted[run.path]["error"]
         for run in runs
-        if run.path in noted and noted[run.path]["options"] == _essence(run.config)
+        if run.path in noted and noted[run.path]["options"] == {**_essence(run.config), **_launch(run)}
     }
 
 
 def _check_start(pending: Sequence[PlannedRun]) -> None:
-    """Find before the first run what can be found: data that are not there, models that cannot be built."""
-    classes: dict[str, int] = {}
-    variants = set()
+    """Find before the first run what can be found: data that are not there, models that cannot be built, ..."""
+    seen = set()
     for planned in pending:
-        config = planned.config
-        if planned.setting not in classes:
-            classes[planned.setting] = len(ClassificationData(config).classes)
-        if (planned.setting, planned.variant) in variants:
-            continue
-        variants.add((planned.setting, planned.variant))
-        model_config = replace(config.model, pretrained=False, checkpoint=None)
-        with torch.random.fork_rng(devices=[]):
+        if (planned.setting, planned.variant) not in seen:
+            seen.add((planned.setting, planned.variant))
             try:
-                model, _ = build_model(replace(config, model=model_config), classes[planned.setting])
-                learned_scales(model, config.optim)
+                check_classification(planned.config)
             except UserError as error:
                 raise UserError(f"variant {planned.variant!r}: {error}") from error
 
@@ -164,7 +150,7 @@ def _run(planned: PlannedRun, folder: Path, command: str, console: Console, main
         console.print(f"this run is left out: {error}", soft_wrap=True)
         if main_process:
             noted = Run(folder).read_json(_DIVERGED) or {}
-            noted[planned.path] = {"error": str(error), "options": _essence(planned.config)}
+            noted[planned.path] = {"error": str(error), "options": {**_essence(planned.config), **_launch(planned)}}
             Run(folder).write_json(_DIVERGED, noted)
     except UserError as error:
         raise UserError(f"variant {planned.variant!r}: {error}") from error

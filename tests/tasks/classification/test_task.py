@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from fibottention import Dense, Fibottention
 from fibottention.errors import UserError
 from fibottention.layers import PatternAttention
-from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, attention_spec
+from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, ModelConfig, attention_spec
 from fibottention.tasks.classification.options import classification_config, load_recipe
 from fibottention.tasks.classification.task import ClassificationTask, build_model, load_into
 from tests.pictures import photo_folder
@@ -294,3 +294,33 @@ def test_bad_recipes_are_named(tmp_path):
             classification_config(load_recipe(str(path)))
     with pytest.raises(UserError, match="no shipped recipe; did you mean 'vit_base_cifar10"):
         load_recipe("vit_bse_cifar10")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "attention", "share"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 2}, {"name": "longformer"}, 0.03),
+        ("pit_ti_224", {}, {"name": "longformer"}, 0.1),
+        ("cait_xxs24_224", {"depth": 2}, {"name": "longformer"}, 0.05),
+        ("vit_tiny_patch16_224", {"depth": 2}, {"name": "neighborhood", "dilation": [1, 4]}, 0.05),
+    ],
+)
+def test_attention_of_a_given_cost(name, options, attention, share):
+    config = ClassificationConfig(model=ModelConfig(name=name, match_macs=share, options=options), attention=attention)
+    with torch.device("meta"):
+        _, report = build_model(config, 10)
+    assert 1 / 1.5 <= report.density / share <= 1.5
+
+
+def test_attention_of_a_given_cost_that_cannot_be():
+    config = ClassificationConfig(
+        model=ModelConfig(name="vit_tiny_patch16_224", match_macs=0.03), attention={"name": "dense"}
+    )
+    with torch.device("meta"):
+        assert build_model(config, 10)[1].density == 1
+        config.attention = {"name": "criss_cross"}
+        with pytest.raises(UserError, match="criss_cross cannot be brought to 3.00% .* the nearest is 14.65%"):
+            build_model(config, 10)
+        config.attention = {"name": "none"}
+        with pytest.raises(UserError, match="model.match_macs needs an attention spec, got attention.name=none"):
+            build_model(config, 10)

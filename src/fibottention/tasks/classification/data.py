@@ -58,7 +58,7 @@ def eval_transform(config: DataConfig, in_chans: int) -> Callable[[Image.Image],
     transform = create_transform(
         config.image_size,
         interpolation="bicubic" if config.interpolation == "random" else config.interpolation,
-        crop_pct=config.image_size / resize,
+        crop_pct=config.image_size / (resize + 0.5),  # timm rounds down, which may lose a pixel
         mean=tuple(mean),
         std=tuple(std),
     )

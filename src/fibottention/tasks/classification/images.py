@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -97,7 +98,10 @@ def _masks(config: ClassificationConfig, paths: Sequence[Path], folder: Path) ->
         if mask.size != image.size:
             sizes = " pixels, the image ".join(f"{width} x {height}" for width, height in (mask.size, image.size))
             raise UserError(f"the mask of {path} is {sizes}")
-        masks.append(transform(mask.convert("RGB")).amax(0) > 0)
+        # The numbers of a palette are classes, 0 the outside; an alpha channel says nothing about the object.
+        values = np.asarray(mask.convert(mask.mode.removesuffix("A")) if mask.mode in ("LA", "RGBA") else mask)
+        inside = (values if values.ndim == 2 else values.max(-1)) > 0
+        masks.append(transform(Image.fromarray(inside.astype(np.uint8))).amax(0) > 0)
     return torch.stack(masks)
 
 

@@ -23,7 +23,7 @@ from fibottention.tasks.classification.task import ClassificationTask, build_mod
 from fibottention.training.engine import Trainer, make_accelerator
 from fibottention.training.run import Run, load_weights
 
-__all__ = ["environment", "load_config", "load_model", "train_classification"]
+__all__ = ["check_classification", "environment", "load_config", "load_model", "train_classification"]
 
 _SAMPLES = 6
 
@@ -49,20 +49,17 @@ def train_classification(
     Raises:
         UserError: If an option is not valid or the training data cannot be used.
     """
-    accelerator = make_accelerator(config.train)
-    folder = broadcast_object_list([str(folder)])[0]  # a name with the time in it may differ among processes
-    run = Run(folder) if command is not None else Run.open(folder)
-    if command is not None:
-        run.check_new()
-    # Everything that can be wrong with the options is found before the folder is made.
-    task = ClassificationTask(config)
-    out = console if accelerator.is_main_process and console else Console(quiet=True)
-    trainer = Trainer(task, run, config.optim, config.train, accelerator, out)
+    if command is None:
+        Run.open(folder)
+    out = console or Console(quiet=True)
+    accelerator, task, trainer, run = _prepare(config, folder, command is not None, out)
+    out = out if accelerator.is_main_process else Console(quiet=True)
     accelerator.wait_for_everyone()
     if command is not None and accelerator.is_main_process:
         saved = {"task": "classification", **config.to_dict(), "command": command}
-        saved["train"]["output"] = str(folder)
+        saved["train"]["output"] = str(run.folder)
         run.create(saved)
+        run.write_json("environment.json", environment(accelerator))
         _save_samples(task, run)
     accelerator.wait_for_everyone()
     report = task.sparsify_report
@@ -97,7 +94,7 @@ def train_classification(
         "step_milliseconds": step_times[len(step_times) // 2],
         "parameters": parameters,
         "whole_model_macs": whole_model_macs(task.model, config.data.image_size, config.model.in_chans),
-        "environment": environment(accelerator),
+        "environment": run.read_json("environment.json"),
         "attention": None
         if report is None
         else {
@@ -111,6 +108,28 @@ def train_classification(
     }
     run.write_json("summary.json", summary)
     return summary
+
+
+def check_classification(config: ClassificationConfig) -> None:
+    """Make everything that a run needs, and train nothing.
+
+    Raises:
+        UserError: If an option is not valid or the training data cannot be used.
+    """
+    _prepare(config, "nowhere", False, Console(quiet=True))
+
+
+def _prepare(
+    config: ClassificationConfig, folder: str | Path, is_new: bool, console: Console
+) -> tuple[Accelerator, ClassificationTask, Trainer, Run]:
+    """What a run needs; everything that can be wrong with the options is found before its folder is made."""
+    accelerator = make_accelerator(config.train)
+    run = Run(broadcast_object_list([str(folder)])[0])  # a name with the time in it may differ among processes
+    if is_new:
+        run.check_new()
+    task = ClassificationTask(config)
+    trainer = Trainer(task, run, config.optim, config.train, accelerator, console)
+    return accelerator, task, trainer, run
 
 
 def _save_samples(task: ClassificationTask, run: Run) -> None:

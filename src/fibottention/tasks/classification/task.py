@@ -17,7 +17,7 @@ from fibottention.adapters.timm import sparsify
 from fibottention.errors import UserError
 from fibottention.models.neighborhood_checkpoints import convert_checkpoint
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
-from fibottention.specs import AttentionSpec, Dense, fit_macs, nearest
+from fibottention.specs import AttentionSpec, Dense, fit_share, nearest
 from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, attention_spec
 from fibottention.tasks.classification.data import ClassificationData
 from fibottention.training.engine import Evaluation
@@ -69,9 +69,11 @@ def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Modu
 
 
 def _matched(model: nn.Module, spec: AttentionSpec, share: float) -> AttentionSpec:
-    """The spec sized for the first attention layer of a model, whose attention is dense afterwards."""
-    layer = sparsify(model, Dense()).layers[0]
-    return fit_macs(spec, share, layer.num_heads, layer.num_tokens, layer.head_dim, prefix_tokens=layer.prefix_tokens)
+    """The spec sized for a model; dense attention, which others are measured by, stays as it is."""
+    if isinstance(spec, Dense):
+        return spec
+    most = max(layer.num_tokens for layer in sparsify(model, Dense()).layers)
+    return fit_share(spec, share, lambda candidate: sparsify(model, candidate).density, most)
 
 
 def _create(name: str, pretrained: bool, options: dict[str, Any], image_size: int) -> nn.Module:
