@@ -106,7 +106,7 @@ def test_a_model_without_such_layers(tmp_path, capsys):
     assert "sparsify does not support ResNet" in capsys.readouterr().err
     config.model.name, config.model.options = (
         "dinat_s_tiny",
-        {"patch_size": 2, "embed_dim": 32, "depths": [1], "num_heads": [1]},
+        {"patch_size": 2, "embed_dim": 32, "depths": [1], "num_heads": [1], "dilations": [[1]]},
     )
     train_classification(config, tmp_path / "dinat", command="none")
     assert main(["analyze", str(tmp_path / "dinat"), "--count", "2"]) == 2

@@ -176,7 +176,7 @@ def test_data_that_are_not_there_are_found_first(tmp_path):
     for options, message in (
         ({"optim": {"name": "sgdx"}}, "the optimizer optim.name=sgdx cannot be made"),
         ({"augment": {"flip": 2}}, "augment.flip must be in 0 .. 1, got 2"),
-        ({"optim": {"warmup_epochs": 100}}, "optim.warmup_epochs must be at least 0 and less than"),
+        ({"optim": {"cooldown_epochs": 100}}, "optim.cooldown_epochs must be at least 0 and less than"),
         ({"model": {"checkpoint": "nothing.pth"}}, "nothing.pth is not a file of weights"),
     ):
         with pytest.raises(UserError, match=f"variant 'odd': {message}"):
