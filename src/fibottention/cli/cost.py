@@ -72,15 +72,22 @@ def run(words: list[str]) -> int:
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
         return 0
     table = Table(title=f"one layer, {arguments.heads} heads of {arguments.head_dim}, {arguments.prefix} prefix tokens")
-    columns = ["spec", "tokens", "pairs", "of all MACs", *(["forward", "both", "memory"] if arguments.measure else [])]
+    columns = [
+        "spec",
+        "tokens",
+        "pairs",
+        "of all MACs",
+        *(["forward, ms", "both, ms", "peak, MiB"] if arguments.measure else []),
+    ]
     for column in columns:
-        table.add_column(column, justify="left" if column == "spec" else "right")
+        is_name = column == "spec"
+        table.add_column(column, justify="left" if is_name else "right", overflow="fold" if is_name else "ellipsis")
     for name, of_spec in costs.items():
         for cost in of_spec:
-            row = [name, f"{cost.tokens:,}", f"{cost.pairs:,}", f"{cost.macs / cost.dense_macs:.3%}"]
+            row = [name, f"{cost.tokens:,}", f"{cost.pairs / 1e6:,.3f} M", f"{cost.macs / cost.dense_macs:.3%}"]
             if arguments.measure:
-                row += ["" if ms is None else f"{ms:,.1f} ms" for ms in (cost.forward_ms, cost.both_ms)]
-                row.append("" if cost.peak_mib is None else f"{cost.peak_mib:,.0f} MiB")
+                row += ["" if ms is None else f"{ms:,.1f}" for ms in (cost.forward_ms, cost.both_ms)]
+                row.append("" if cost.peak_mib is None else f"{cost.peak_mib:,.0f}")
             table.add_row(*row)
     console.print(table)
     console.print(f"curves: {arguments.output}", soft_wrap=True)
