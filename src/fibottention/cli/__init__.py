@@ -19,6 +19,7 @@ _COMMANDS = {
     "analyze": "look into the attention of runs: heads, reach, localisation",
     "study": "train many variants with one budget and compare them",
     "cost": "compare what specs cost at growing numbers of tokens",
+    "operators": "compare convolutions and attention: receptive field and cost",
     "report": "write one HTML page about one or several runs",
 }
 
