@@ -56,6 +56,19 @@ def test_analyses_of_two_runs(runs, capsys, tmp_path):
     assert not re.findall(r'(?:src|href)="(?!data:)', html)
 
 
+def test_features_with_other_attention(runs, capsys):
+    words = ["analyze", str(runs / "dense"), "--count", "12", "--specs", "dense", "longformer:window=3"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "features of the last layer" in out
+    content = json.loads((runs / "dense" / "analysis" / "features.json").read_text())
+    assert list(content) == ["as it is", "dense", "longformer:window=3"]
+    assert content["dense"]["similarity"] == pytest.approx([1, 1])
+    assert all(len(result["accuracy"]) == 2 for result in content.values())
+    assert main([*words[:2], "--specs", "longformr"]) == 2
+    assert "--specs: no attention spec is named 'longformr'; did you mean 'longformer'" in capsys.readouterr().err
+
+
 def test_masks_of_objects(runs, tmp_path, capsys):
     root = photo_folder(tmp_path / "data", train=0, val=2)
     masks = tmp_path / "masks"

@@ -37,6 +37,7 @@ _ANALYSES = {
     "heads.png": "Similarity of heads and entropy of their weights",
     "coverage.png": "Which tokens heads and layers reach",
     "maps.png": "Attention of the last layer, and rollout, on images",
+    "features.png": "Features with other attention, without training",
     "localisation.png": "Attention that stays in the object",
 }
 

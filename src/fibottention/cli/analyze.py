@@ -1,21 +1,26 @@
 """``fibottention analyze``: heads, reach and localisation of trained models, as JSON and PNG."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 from fibottention.analysis.attention_maps import CapturedLayer, attention_maps, captured_attention
 from fibottention.analysis.coverage import coverage, draw_coverage
+from fibottention.analysis.features import compare_features, draw_features
 from fibottention.analysis.heads import HeadStatistics, draw_diversity, draw_head_statistics, head_statistics
 from fibottention.analysis.localisation import draw_localisation, localisation
 from fibottention.analysis.rollout import attention_rollout, draw_attention_maps
-from fibottention.cli.options import CommandParser, make_console
+from fibottention.cli.options import CommandParser, make_console, parse_spec
 from fibottention.errors import UserError
 from fibottention.patterns.pattern import Pattern
+from fibottention.specs import AttentionSpec
 from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.data import normalization
 from fibottention.tasks.classification.images import images_from_folder, validation_images
@@ -40,6 +45,13 @@ def run(words: list[str]) -> int:
     parser.add_argument("--images", type=Path, help="folder of images (default: the run's validation images)")
     parser.add_argument("--masks", type=Path, help="folder of masks: a PNG of the same name per image, 0 is outside")
     parser.add_argument("--count", type=int, default=64, help="number of images, evenly spread (default 64)")
+    parser.add_argument(
+        "--specs",
+        nargs="+",
+        default=[],
+        metavar="SPEC",
+        help="also see what these do to the features, without training",
+    )
     parser.add_argument("--root", help="folder of the data in the place of the run's own")
     parser.add_argument("--output", type=Path, help="folder of the comparison of several runs (default: analysis)")
     arguments = parser.parse_args(words)
@@ -47,6 +59,10 @@ def run(words: list[str]) -> int:
         raise UserError(f"--count must be at least 2, got {arguments.count}")
     if arguments.masks is not None and arguments.images is None:
         raise UserError("--masks needs --images: masks go by the names of the images")
+    try:
+        specs = {text: parse_spec(text) for text in arguments.specs}
+    except ValueError as error:
+        raise UserError(f"--specs: {error}") from error
     console = make_console()
     names = [str(path).rstrip("/") for path in arguments.runs]
     compared: dict[str, list[HeadStatistics]] = {}
@@ -54,14 +70,16 @@ def run(words: list[str]) -> int:
         model, config, _, run_ = load_model(path)
         if arguments.root is not None:
             config.data.root = arguments.root
-        masks = None
+        masks = targets = None
         if arguments.images is None:
-            images = validation_images(config, arguments.count)
+            images, targets = validation_images(config, arguments.count)
         else:
             images, masks = images_from_folder(config, arguments.count, arguments.images, arguments.masks)
         folder = run_.folder / "analysis"
         compared[name] = _analyze(model, images, masks, folder)
         _draw_maps(model, images[:_PICTURES], config, folder)
+        if specs:
+            _compare(model, specs, images, targets, folder, console)
         console.print(f"{name}: {len(images)} images; written to {folder}", soft_wrap=True)
     if len(compared) > 1:
         folder = arguments.output or Path("analysis")
@@ -112,6 +130,31 @@ def _analyze(model: nn.Module, images: Tensor, masks: Tensor | None, folder: Pat
         _write(folder / "coverage.json", content)
         _save(draw_coverage(reach), folder / "coverage.png")
     return layers
+
+
+def _compare(
+    model: nn.Module,
+    specs: dict[str, AttentionSpec],
+    images: Tensor,
+    targets: Tensor | None,
+    folder: Path,
+    console: Console,
+) -> None:
+    """What other attention does to the features of the last layer, in a table; all layers in the files."""
+    try:
+        results = compare_features(model, specs, images, targets)
+    except ValueError as error:
+        raise UserError(f"--specs: {error}") from error
+    _write(folder / "features.json", {name: asdict(result) for name, result in results.items()})
+    _save(draw_features(results), folder / "features.png")
+    table = Table(title="features of the last layer")
+    for column in ("attention", "similarity (CKA)", *(["nearest neighbour"] if targets is not None else [])):
+        table.add_column(column, justify="left" if column == "attention" else "right")
+    for name, result in results.items():
+        table.add_row(
+            name, f"{result.similarity[-1]:.3f}", *([f"{result.accuracy[-1]:.1%}"] if result.accuracy else [])
+        )
+    console.print(table)
 
 
 def _pattern(layer: CapturedLayer) -> Pattern | None:

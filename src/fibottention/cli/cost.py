@@ -6,13 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import yaml
 from rich.table import Table
 
 from fibottention.analysis.scaling import CostAt, attention_scaling, draw_scaling
-from fibottention.cli.options import CommandParser, check_output, make_console
+from fibottention.cli.options import CommandParser, check_output, make_console, parse_spec
 from fibottention.errors import UserError
-from fibottention.specs import make_spec
 from fibottention.training.run import write_atomically
 
 __all__ = ["run"]
@@ -50,11 +48,9 @@ def run(words: list[str]) -> int:
     console = make_console()
     costs: dict[str, list[CostAt]] = {}
     for text in arguments.specs:
-        name, _, options = text.partition(":")
         try:
-            spec = make_spec({"name": name, **_options(options)})
             costs[text] = attention_scaling(
-                spec,
+                parse_spec(text),
                 sorted(set(arguments.tokens)),
                 num_heads=arguments.heads,
                 head_dim=arguments.head_dim,
@@ -92,13 +88,3 @@ def run(words: list[str]) -> int:
     console.print(table)
     console.print(f"curves: {arguments.output}", soft_wrap=True)
     return 0
-
-
-def _options(text: str) -> dict[str, object]:
-    options: dict[str, object] = {}
-    for part in filter(None, text.split(",")):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"options are written option=value, got {part!r}")
-        options[name] = value if name == "fill" else yaml.safe_load(value)
-    return options

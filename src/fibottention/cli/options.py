@@ -5,12 +5,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 
 from fibottention.errors import UserError
-from fibottention.specs import make_spec, spec_names
+from fibottention.specs import AttentionSpec, make_spec, spec_names
 
-__all__ = ["CommandParser", "check_output", "describe_specs", "is_main_process", "make_console"]
+__all__ = ["CommandParser", "check_output", "describe_specs", "is_main_process", "make_console", "parse_spec"]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -58,3 +59,19 @@ def describe_specs() -> str:
         values = ", ".join(f"{key}={value}" for key, value in spec.to_dict().items() if key != "name")
         lines.append(f"  {name:20} {values}")
     return "\n".join(lines)
+
+
+def parse_spec(text: str) -> AttentionSpec:
+    """The spec of ``NAME`` or ``NAME:option=value,option=value``.
+
+    Raises:
+        ValueError: If the name, an option or a value is not valid.
+    """
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"options are written option=value, got {part!r}")
+        options[option] = value if option == "fill" else yaml.safe_load(value)
+    return make_spec(name, **options)

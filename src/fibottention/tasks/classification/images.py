@@ -19,7 +19,7 @@ __all__ = ["images_from_folder", "validation_images"]
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff"}
 
 
-def validation_images(config: ClassificationConfig, count: int) -> Tensor:
+def validation_images(config: ClassificationConfig, count: int) -> tuple[Tensor, Tensor]:
     """Some validation images, spread evenly, as the model gets them; unreadable ones are left out.
 
     Args:
@@ -27,7 +27,7 @@ def validation_images(config: ClassificationConfig, count: int) -> Tensor:
         count: At most how many.
 
     Returns:
-        ``(B, C, H, W)``.
+        Images ``(B, C, H, W)`` and classes ``(B,)``.
 
     Raises:
         UserError: If the data cannot be opened or come as a stream, or no image can be read.
@@ -37,16 +37,17 @@ def validation_images(config: ClassificationConfig, count: int) -> Tensor:
     source = open_source(config.data, train=False)
     transform = eval_transform(config.data, config.model.in_chans)
     count = min(count, len(source))
-    images = []
+    images, targets = [], []
     for i in range(count):
         try:
-            image, _ = source.load(i * len(source) // count)
+            image, target = source.load(i * len(source) // count)
             images.append(transform(open_image(image, config.model.in_chans)))
+            targets.append(target)
         except Exception:
             continue  # evaluation names the unreadable ones
     if not images:
         raise UserError(f"none of the validation images of data.name={config.data.name} could be read")
-    return torch.stack(images)
+    return torch.stack(images), torch.tensor(targets)
 
 
 def images_from_folder(
