@@ -244,3 +244,8 @@ def test_sizes_of_zero_and_reasons():
             call()
     with pytest.raises(ValueError, match="prefix_tokens must be at least 0, got -1"):
         EfficientAttention().cost(3, 4, 8, prefix_tokens=-1)
+
+
+def test_the_size_does_not_depend_on_where_the_search_begins():
+    sizes = {fit_macs(Longformer(window=window), 0.03, 12, 196, 64, prefix_tokens=1) for window in (0, 1, 5, 40)}
+    assert len(sizes) == 1

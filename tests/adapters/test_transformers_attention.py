@@ -393,10 +393,11 @@ def test_register_keeps_and_checks_names():
     register({"mine": SATA(0.03)})
     register()
     assert adapter._named["mine"] == SATA(0.03)
-    register({"dense": Dense(temperature=2.0)})
-    register()
-    assert adapter._named["dense"] == Dense(temperature=2.0)
     register({"dense": Dense()})
+    with pytest.raises(ValueError, match="the name 'dense' is that of a spec with its default settings"):
+        register({"dense": Dense(temperature=2.0)})
+    with pytest.raises(TypeError, match="specs must be a mapping of names to specs, got list"):
+        register([Fibottention()])
     with pytest.raises(TypeError, match="specs must hold attention specs, got str for 'bad'"):
         register({"bad": "sata"})
 

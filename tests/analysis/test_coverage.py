@@ -58,6 +58,8 @@ def test_distances_by_head():
     assert axes[0].get_xlabel() == "distance |query - key|"
     with pytest.raises(ValueError, match="patterns must be one or more for the same tokens and heads"):
         coverage([])
+    with pytest.raises(ValueError, match="got a single pattern"):
+        coverage(sliding_window(1, 5, 1))
 
 
 def test_many_tokens_without_a_dense_matrix():

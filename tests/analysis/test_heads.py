@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -121,6 +122,15 @@ def test_training_mode_of_every_part_stays():
     before = {name: module.training for name, module in vit.named_modules()}
     head_statistics(vit, images())
     assert {name: module.training for name, module in vit.named_modules()} == before
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((1, 3, 32, 32)), torch.zeros(3, 32, 32), torch.zeros(0, 3, 32, 32),
+                                   torch.zeros(1, 3, 32, 32, dtype=torch.uint8)])  # fmt: skip
+def test_images_are_checked(wrong):
+    with pytest.raises(ValueError, match="images must be a tensor .B, C, H, W. of normalized numbers, got"):
+        head_statistics(model(), wrong)
+    with pytest.raises(ValueError, match="draw_diversity needs at least one model, and a layer of each"):
+        draw_diversity({"nothing": []})
 
 
 def test_pictures():

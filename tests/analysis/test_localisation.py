@@ -54,6 +54,14 @@ def test_numbers_are_those_of_dense_weights(spec):
     assert len(draw_localisation(localisation(vit, x, masks)).axes) == 2
 
 
+@pytest.mark.parametrize("make", [lambda m: m.to(torch.uint8) * 255, lambda m: m.float() * 255, lambda m: m.long()])
+def test_masks_of_any_kind(make):
+    vit, x, masks = model(), images(), object_masks()
+    for own, other in zip(localisation(vit, x, masks), localisation(vit, x, make(masks)), strict=True):
+        assert torch.equal(own.area, other.area)
+        assert torch.equal(own.share, other.share)
+
+
 def test_the_grid_is_that_of_the_image():
     assert patch_grid(36, (64, 144)) == (4, 9)
     assert patch_grid(64, (32, 32)) == (8, 8)

@@ -79,7 +79,9 @@ def test_masks_of_objects(runs, tmp_path, capsys):
     folder = str(root / "val" / "cat")
     words = ["analyze", str(runs / "fibottention"), "--count", "4", "--images", folder, "--masks", str(masks)]
     assert main(words) == 0
-    assert "1 images; written to" in capsys.readouterr().out.replace("\n", "")
+    out = capsys.readouterr().out.replace("\n", "")
+    assert "1 images; written to" in out
+    assert "1 images have no mask in" in out
     layers = json.loads((runs / "fibottention" / "analysis" / "localisation.json").read_text())
     # 48 pixels become 28, patches are 2 pixels: rows 3 to 8 or 9 and columns 1 or 2 to 11 of 14.
     assert layers[0]["area"] == pytest.approx(20 * 35 / 48**2, rel=0.1)
@@ -90,6 +92,12 @@ def test_masks_of_objects(runs, tmp_path, capsys):
     assert main(words) == 0
     again = json.loads((runs / "fibottention" / "analysis" / "localisation.json").read_text())
     assert again[0]["area"] == layers[0]["area"]
+    (root / "val" / "cat" / "broken.jpg").write_text("no image")
+    assert main(words[:-2]) == 0
+    out = capsys.readouterr().out.replace("\n", "")
+    assert "broken.jpg cannot be read as an image" in out
+    assert "2 images; written to" in out
+    assert not (runs / "fibottention" / "analysis" / "localisation.json").exists()  # of other images
     Image.fromarray(mask[:20]).save(masks / "0.png")
     assert main(words) == 2
     assert "is 48 x 20 pixels, the image 48 x 48" in capsys.readouterr().err
@@ -100,6 +108,8 @@ def test_masks_of_objects(runs, tmp_path, capsys):
     [
         (["--count", "1"], "--count must be at least 2, got 1"),
         (["--masks", "m"], "--masks needs --images"),
+        (["--output", "out"], "--output is for the comparison of several runs"),
+        (["--root", "there"], "--root has no meaning"),
         (["--images", "nowhere"], "--images: nowhere is not a folder"),
         (["--images", "."], "--images: . holds no images"),
     ],
@@ -130,6 +140,15 @@ def test_a_model_without_such_layers(tmp_path, capsys):
 def test_a_run_with_another_attention(runs, capsys):
     assert main(["evaluate", str(runs / "dense"), "--json"]) == 0
     dense = json.loads(capsys.readouterr().out)
+    assert dense["attention"] == {"name": "dense", "temperature": 1.0}
+    twice = []
+    for _ in range(2):
+        assert main(["evaluate", str(runs / "dense"), "--json", "--attention.name=linformer"]) == 0
+        captured = capsys.readouterr()
+        assert "4 tensors that linformer learns have their initial values" in captured.err
+        twice.append(json.loads(captured.out))
+    assert twice[0] == twice[1]
+    assert twice[0]["attention"] == {"name": "linformer", "projection": 4}
     assert main(["evaluate", str(runs / "dense"), "--json", "--attention.name", "dense"]) == 0
     assert json.loads(capsys.readouterr().out)["val_loss"] == pytest.approx(dense["val_loss"], rel=1e-5)
     assert main(["evaluate", str(runs / "dense"), "--json", "--attention.name=longformer", "--attention.window=3"]) == 0

@@ -93,6 +93,8 @@ def test_settings_have_bases_and_roots(tmp_path):
         ({"variants": ["a", "b"]}, "variants .* must hold groups of options by name, got"),
         ({"variants": {1: {}, "1": {}}}, "two variants of one name among 1, '1'"),
         ({"train": {"seed": 3}}, "must not hold train.seed, which differs from run to run"),
+        ({"variants": {"": {}, "b": {}}, "reference": "b"}, "has a variant named ''; names need a letter or a digit"),
+        ({"settings": {"../": {}}}, "has a setting named '../'; names need a letter or a digit"),
         ({"settings": {10: 3}}, "settings .* must hold groups of options by name"),
         ({"settings": {"A": {"basis": "demo"}}}, "'A' in settings .*: no group 'basis'; did you mean 'base'"),
     ],
@@ -112,6 +114,9 @@ def test_mistakes_are_named(tmp_path, changes, message):
         (["FILE", "--attention.name", "lsa"], "--attention.name: the study sets this itself"),
         (["FILE", "--train.seed", "1"], "--train.seed is not for studies; use --seeds"),
         (["FILE", "--train.epoch", "1"], "no option --train.epoch; did you mean '--train.epochs'"),
+        (["FILE", "--atention.name", "lsa"], "fibottention: there is no option --atention.name"),
+        (["."], ". is a folder; a study is a YAML file, or one of dinat_dilation"),
+        (["--quick", "--train.epochs=2"], "name the study before --train.epochs=2; there are dinat_dilation"),
         (["FILE", "--root", "cifar100"], "--root must be DATA=DIR"),
         (["FILE", "--root", "cifar100=x"], "the study uses no data named 'cifar100'"),
         (["FILE", "--seeds", "x"], "invalid int value: 'x'"),
@@ -144,3 +149,11 @@ def test_shipped_studies_are_valid(name, quick):
             build_model(run.config, 10)
     if quick:
         assert all(run.config.data.name == "fashion-mnist-subset" for run in study.runs)
+
+
+def test_names_in_other_letters_and_no_name(tmp_path, capsys):
+    study = load_study(write(tmp_path, variants={"日本": {}, "中国": {}, "../été": {}}, reference="日本"))
+    paths = [run.path for run in study.runs[:3]]
+    assert paths == ["日本/seed-3", "中国/seed-3", "été/seed-3"]
+    assert main(["study"]) == 0
+    assert "  table2\n" in capsys.readouterr().out

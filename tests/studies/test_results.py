@@ -108,7 +108,7 @@ def test_a_study_from_the_command_line_and_one_more_seed(tmp_path):
     words = [sys.executable, "-m", "fibottention.cli", "study", tmp_path / "windows.yaml", "--output", out, *TINY]
     other = subprocess.run([*words, "--optim.lr=1"], capture_output=True, text=True, timeout=300)
     assert other.returncode == 2
-    assert "holds a run with other options than the study has now" in other.stderr
+    assert "holds a run with other options than the study has now (optim.lr)" in other.stderr.replace("\n", " ")
     result = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "windows against all pairs" in result.stdout
@@ -158,6 +158,10 @@ def test_what_a_study_does_not_touch(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="was made with mixed precision no, not bf16; go on with no"):
         run_tiny(tmp_path, [0, 1])
     monkeypatch.undo()
+    (tmp_path / "other.yaml").write_text((tmp_path / "windows.yaml").read_text())
+    other = load_study(str(tmp_path / "other.yaml"), overrides=TINY)
+    with pytest.raises(UserError, match="holds the study 'windows'; name another folder for 'other'"):
+        run_study(other, out, command="the command", console=make_console())
     (out / "dense/seed-1").mkdir()
     (out / "dense/seed-1/thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="must be a new or empty folder"):
@@ -167,7 +171,8 @@ def test_what_a_study_does_not_touch(tmp_path, monkeypatch):
 
 def test_data_that_are_not_there_are_found_first(tmp_path):
     settings = {"here": {}, "there": {"data": {"name": "cifar10"}, "model": {"in_chans": 3}}}
-    with pytest.raises(UserError, match="data.root must be given for data.name=cifar10"):
+    message = "variant 'dense' in 'there': data.root must be given .*; give it as --root cifar10=DIR"
+    with pytest.raises(UserError, match=message):
         run_tiny(tmp_path, [0], settings=settings)
     with pytest.raises(UserError, match="variant 'window': optim.transform_lr=0.1 is for the scales"):
         run_tiny(

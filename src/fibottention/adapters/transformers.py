@@ -99,14 +99,18 @@ def register(specs: Mapping[str, AttentionSpec] | None = None) -> None:
         specs: Specs with settings of their own, by the names that they shall have.
 
     Raises:
-        ValueError: If a name is that of an attention implementation of transformers.
+        ValueError: If a name is that of an attention implementation of transformers, or of a spec.
         TypeError: If one is not a spec.
     """
+    if not isinstance(specs, Mapping | None):
+        raise TypeError(f"specs must be a mapping of names to specs, got {type(specs).__name__}")
+    _prepare()
     for name, spec in (specs or {}).items():
+        if name in spec_names() and _named.get(name, spec) != spec:
+            raise ValueError(f"the name {name!r} is that of a spec with its default settings; choose another")
         if not isinstance(spec, AttentionSpec):
             raise TypeError(f"specs must hold attention specs, got {type(spec).__name__} for {name!r}")
         _name_spec(name, spec)
-    _prepare()
     AutoConfig.register("nat", models.NatConfig, exist_ok=True)
     for config, base, classifier, backbone in (
         (DinatConfig, models.DinatModel, models.DinatForImageClassification, models.DinatBackbone),

@@ -17,7 +17,7 @@ from fibottention.ops.attention import sparse_attention
 from fibottention.ops.pairs import pair_sum_transposed
 from fibottention.specs import Dense
 
-__all__ = ["AttentionMap", "CapturedLayer", "attention_maps", "captured_attention", "patch_grid"]
+__all__ = ["AttentionMap", "CapturedLayer", "attention_maps", "captured_attention", "check_images", "patch_grid"]
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ def captured_attention(model: nn.Module, images: Tensor, use: Callable[[Captured
     Raises:
         ValueError: If the model is not one that `sparsify` supports, or takes more than images.
     """
+    check_images(images)
     main_input = getattr(model, "main_input_name", "pixel_values")  # of transformers
     if main_input != "pixel_values":
         raise ValueError(f"{type(model).__name__} takes {main_input}; give the part of it that takes images only")
@@ -145,6 +146,17 @@ def captured_attention(model: nn.Module, images: Tensor, use: Callable[[Captured
         for hook in hooks:
             hook.remove()
     return made
+
+
+def check_images(images: Tensor) -> None:
+    """Check that something is a batch of images or clips, as a model gets them.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not isinstance(images, Tensor) or images.ndim not in (4, 5) or not len(images) or not images.is_floating_point():
+        got = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f"images must be a tensor (B, C, H, W) of normalized numbers, got {got}")
 
 
 def patch_grid(num_tokens: int, image_size: Sequence[int]) -> tuple[int, int]:

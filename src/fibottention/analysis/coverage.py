@@ -52,6 +52,8 @@ def coverage(patterns: Sequence[Pattern]) -> Coverage:
     Raises:
         ValueError: If there is no pattern, or they are for different numbers of tokens.
     """
+    if isinstance(patterns, Pattern):
+        raise ValueError("patterns must be a sequence, one pattern per layer, got a single pattern")
     sizes = {(pattern.prefix_tokens, pattern.num_tokens, pattern.num_heads) for pattern in patterns}
     if len(sizes) != 1:
         raise ValueError(f"patterns must be one or more for the same tokens and heads, got {sorted(sizes)}")

@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from fibottention.analysis.attention_maps import CapturedLayer, captured_attention
+from fibottention.analysis.attention_maps import CapturedLayer, captured_attention, check_images
 from fibottention.analysis.colours import COLOURS
 from fibottention.ops.pairs import row_blocks
 
@@ -50,6 +50,7 @@ def head_statistics(model: nn.Module, images: Tensor, batch_size: int = 8) -> li
     Raises:
         ValueError: If the model is not one that `sparsify` supports, or takes more than images.
     """
+    check_images(images)
     batches = [captured_attention(model, part, _of_batch) for part in images.split(batch_size)]
     return [_together(parts) for parts in zip(*batches, strict=True)]
 
@@ -129,6 +130,8 @@ def _entropy(layer: CapturedLayer) -> tuple[Tensor, Tensor]:
 
 def draw_diversity(models: Mapping[str, Sequence[HeadStatistics]]) -> Figure:
     """Box plots of the head diversity over the images, by layer, models side by side."""
+    if not models or not all(models.values()):
+        raise ValueError("draw_diversity needs at least one model, and a layer of each")
     layers = max(len(layers) for layers in models.values())
     figure = Figure(figsize=(1.6 + 0.42 * layers * len(models) + 0.3 * layers, 3.2), layout="constrained")
     axis = figure.subplots()

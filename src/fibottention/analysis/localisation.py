@@ -39,13 +39,13 @@ def patch_masks(masks: Tensor, grid_size: tuple[int, int]) -> Tensor:
     """The patches of which at least half belong to an object, ``(B, N)``, in raster order.
 
     Args:
-        masks: ``(B, height, width)`` of pixels, boolean.
+        masks: ``(B, height, width)`` of pixels; what is not 0 belongs to the object.
         grid_size: Rows and columns of patches.
 
     Raises:
         ValueError: If a mask has no such patch, or all of them.
     """
-    inside = F.adaptive_avg_pool2d(masks[:, None].float(), grid_size).flatten(1) >= 0.5
+    inside = F.adaptive_avg_pool2d((masks[:, None] != 0).float(), grid_size).flatten(1) >= 0.5
     for index, row in enumerate(inside):
         if not row.any() or row.all():
             what = "no patch" if not row.any() else "every patch"
@@ -64,7 +64,7 @@ def localisation(model: nn.Module, images: Tensor, masks: Tensor, batch_size: in
     Args:
         model: A model of timm or transformers, made sparse or not. It is not changed.
         images: ``(B, C, H, W)``, normalized.
-        masks: ``(B, H, W)``, True in the object.
+        masks: ``(B, H, W)``, not 0 in the object.
         batch_size: Images at a time, which bounds the memory.
 
     Raises:

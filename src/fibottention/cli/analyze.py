@@ -57,6 +57,12 @@ def run(words: list[str]) -> int:
     arguments = parser.parse_args(words)
     if arguments.count < 2:
         raise UserError(f"--count must be at least 2, got {arguments.count}")
+    if arguments.output is not None and len(arguments.runs) == 1:
+        raise UserError(
+            "--output is for the comparison of several runs; what belongs to one run goes into RUN/analysis"
+        )
+    if arguments.output is not None and arguments.output.exists() and not arguments.output.is_dir():
+        raise UserError(f"--output: {arguments.output} is a file, not a folder")
     if arguments.masks is not None and arguments.images is None:
         raise UserError("--masks needs --images: masks go by the names of the images")
     try:
@@ -68,13 +74,17 @@ def run(words: list[str]) -> int:
     compared: dict[str, list[HeadStatistics]] = {}
     for name, path in zip(names, arguments.runs, strict=True):
         model, config, _, run_ = load_model(path)
+        if arguments.root is not None and (arguments.images or config.data.name == "fashion-mnist-subset"):
+            raise UserError("--root has no meaning for --images, nor for a run whose data are embedded in the package")
         if arguments.root is not None:
             config.data.root = arguments.root
         masks = targets = None
         if arguments.images is None:
             images, targets = validation_images(config, arguments.count)
         else:
-            images, masks = images_from_folder(config, arguments.count, arguments.images, arguments.masks)
+            images, masks, left_out = images_from_folder(config, arguments.count, arguments.images, arguments.masks)
+            for sentence in left_out:
+                console.print(sentence, soft_wrap=True)
         folder = run_.folder / "analysis"
         compared[name] = _analyze(model, images, masks, folder)
         _draw_maps(model, images[:_PICTURES], config, folder)
@@ -101,6 +111,9 @@ def _analyze(model: nn.Module, images: Tensor, masks: Tensor | None, folder: Pat
         )
     if masks is not None and not places:
         raise UserError("--masks: this attention has no weights of pairs, so nothing can be said of objects")
+    for old in folder.glob("*"):
+        if old.suffix in (".png", ".json"):
+            old.unlink()  # of other images
     _write(folder / "heads.json", [_plain_heads(layer) for layer in layers])
     _save(draw_diversity({"this run": layers}), folder / "diversity.png")
     _save(draw_head_statistics(layers), folder / "heads.png")

@@ -40,8 +40,10 @@ def run(words: list[str]) -> int:
     attention, words = spec_options(words, "--attention.")
     arguments = parser.parse_args(words)
     model, config, classes, _ = load_model(arguments.run)
+    if arguments.root is not None and config.data.name == "fashion-mnist-subset":
+        raise UserError("--root has no meaning for this run, whose data are embedded in the package")
     if attention:
-        _change_attention(model, attention)
+        config.attention = _change_attention(model, attention, config.train.seed)
     if arguments.dilations is not None:
         _change_dilations(model, arguments.dilations, config.data.image_size)
     if arguments.root is not None:
@@ -72,6 +74,7 @@ def run(words: list[str]) -> int:
     if arguments.json:
         content = {
             **result.metrics,
+            "attention": config.attention,
             "images": result.details["images"],
             "recall": dict(zip(classes, recall, strict=True)),
             "confusion": result.details["confusion"],
@@ -80,7 +83,8 @@ def run(words: list[str]) -> int:
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
         return 0
     console = make_console()
-    table = Table(title=f"{arguments.run} on {result.details['images']} images")
+    name = f"{config.attention['name']} attention" if config.attention["name"] != "none" else "its own attention"
+    table = Table(title=f"{arguments.run} with {name} on {result.details['images']} images")
     table.add_column("metric")
     table.add_column("value", justify="right")
     table.add_row("top-1", f"{result.metrics['top1']:.2f} %")
@@ -95,16 +99,23 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _change_attention(model: nn.Module, options: dict[str, Any]) -> None:
+def _change_attention(model: nn.Module, options: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Let a model attend as options say; returns those of the spec."""
     if "name" not in options:
         raise UserError("--attention.name must be given with other options of --attention")
     spec = attention_spec(options)
     if spec is None:
         raise UserError("--attention.name=none changes nothing; leave it out, or take dense")
+    before = set(model.state_dict())
     try:
-        sparsify(model, spec)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # what the spec learns may start at random
+            sparsify(model, spec)
     except ValueError as error:
         raise UserError(f"attention {spec.name}: {error}") from error
+    if added := len(set(model.state_dict()) - before):
+        sys.stderr.write(f"fibottention: {added} tensors that {spec.name} learns have their initial values\n")
+    return spec.to_dict()
 
 
 def _change_dilations(model: nn.Module, text: str, image_size: int) -> None:

@@ -29,7 +29,7 @@ def run(words: list[str]) -> int:
         f"train --help. Studies that come with the package: {', '.join(study_names())}.",
     )
     parser.add_argument(
-        "study", metavar="STUDY", help="a YAML file, or the name of a study that comes with the package"
+        "study", metavar="STUDY", nargs="?", help="a YAML file, or the name of a study that comes with the package"
     )
     parser.add_argument("--quick", action="store_true", help="the study's small version, for minutes on a CPU")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="seeds in the place of the study's own")
@@ -37,6 +37,11 @@ def run(words: list[str]) -> int:
     parser.add_argument("--output", type=Path, help="folder of the study (default: runs/STUDY)")
     parser.add_argument("--list", action="store_true", help="list the runs, and train nothing")
     arguments, rest = parser.parse_known_args(words)
+    if arguments.study is None:
+        if rest:
+            raise UserError(f"name the study before {rest[0]}; there are {', '.join(study_names())}")
+        sys.stdout.write("studies that come with the package:\n" + "".join(f"  {name}\n" for name in study_names()))
+        return 0
     roots = {}
     for word in arguments.root:
         data, equals, folder = word.partition("=")

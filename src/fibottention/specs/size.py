@@ -68,7 +68,7 @@ def fit_share(
         return replace(spec, over=over)
     misfits: list[tuple[float, AttentionSpec, float]] = []
     reason: ValueError | None = None
-    for candidate in (spec, *_candidates(spec, share, largest)):
+    for candidate in (*_automatic(spec), *_candidates(spec, share, largest)):
         try:
             reached = share_of(candidate)
         except ValueError as error:
@@ -85,9 +85,15 @@ def fit_share(
             f"{spec.name} cannot be brought to {share:.2%} of the multiply-accumulates of dense attention here; the "
             f"nearest is {reached:.2%}"
         )
-    # Nearly as good is good enough: first the spec as it is, then the largest.
+    # Nearly as good is good enough: an automatic size stays, else the largest is taken, wherever the search began.
     good = [candidate for misfit, candidate, _ in misfits if misfit <= smallest + _CLOSE]
-    return spec if spec in good else good[-1]
+    is_automatic = spec.size_option is not None and getattr(spec, spec.size_option) is None
+    return spec if spec in good and (is_automatic or len(good) == 1) else good[-1]
+
+
+def _automatic(spec: AttentionSpec) -> list[AttentionSpec]:
+    """The spec itself if it has no size, or one that follows from the tokens."""
+    return [spec] if spec.size_option is None or getattr(spec, spec.size_option) is None else []
 
 
 def _candidates(spec: AttentionSpec, share: float, largest: int) -> Iterator[AttentionSpec]:

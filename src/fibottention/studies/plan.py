@@ -122,7 +122,11 @@ def load_study(
     settings = content.get("settings") or {"": {}}
     _check_groups(settings, path, "settings", ("base", *OPTION_GROUPS))
     settings = {str(name): options for name, options in settings.items()}
+    for name in settings:
+        if content.get("settings") and not _slug(name):
+            raise UserError(f"the study {path} has a setting named {name!r}; names need a letter or a digit")
     _check_overrides(overrides, variants)
+    classification_config({}, list(overrides))  # a mistake in these is no variant's
 
     used: set[str] = set()
     runs = []
@@ -165,6 +169,8 @@ def _find(name: str) -> Path:
     path = Path(name)
     if path.is_file():
         return path
+    if path.is_dir():
+        raise UserError(f"{name} is a folder; a study is a YAML file, or one of {', '.join(study_names())}")
     shipped = shipped_recipes("studies")
     stem = path.name.removesuffix(".yaml")
     if stem not in shipped or (path.suffix and path.name != name):
@@ -221,6 +227,9 @@ def _variants(content: dict[str, Any], path: Path) -> tuple[dict[str, dict[str, 
         if name in variants:
             raise UserError(f"the study {path} has two variants named {name!r}")
         variants[name], cells[name] = options, cell
+    for name in variants:
+        if not _slug(name):
+            raise UserError(f"the study {path} has a variant named {name!r}; names need a letter or a digit")
     if not variants:
         raise UserError(f"the study {path} compares nothing: it needs variants or a grid")
     return variants, cells
@@ -277,4 +286,4 @@ def _check_runs(runs: Sequence[PlannedRun], path: Path) -> None:
 
 
 def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.=_]+", "-", name).strip("-.") or "-"
+    return re.sub(r"[^\w.=]+", "-", name).strip("-.")

@@ -56,6 +56,9 @@ def run_study(
     Raises:
         UserError: If an option is not valid, or a run in the folder has other options.
     """
+    other = (Run(folder).read_json("results.json") or {}).get("study", study.name)
+    if other != study.name:
+        raise UserError(f"{folder} holds the study {other!r}; name another folder for {study.name!r} with --output")
     pending = [run for run in study.runs if not _is_finished(run, folder)]
     _check_start(pending)
     with _locked(folder) if main_process else contextlib.nullcontext():
@@ -89,11 +92,19 @@ def _locked(folder: Path) -> Iterator[None]:
 def _is_finished(planned: PlannedRun, folder: Path) -> bool:
     """Whether a run has ended; refuses a run with other options, or made by another number of processes."""
     run = Run(folder / planned.path)
-    if run.config_path.exists() and _essence(load_config(run)) != _essence(planned.config):
-        raise UserError(
-            f"{run.folder} holds a run with other options than the study has now; name another folder with --output, "
-            "or remove this one"
-        )
+    if run.config_path.exists():
+        before, now = _essence(load_config(run)), _essence(planned.config)
+        differing = [
+            f"{group}.{option}"
+            for group in now
+            for option in now[group]
+            if before[group].get(option) != now[group][option]
+        ]
+        if before != now:
+            raise UserError(
+                f"{run.folder} holds a run with other options than the study has now ({', '.join(differing)}); name "
+                "another folder with --output, or remove this one"
+            )
     before = run.read_json("environment.json") if run.config_path.exists() else None
     for name, now in _launch(planned).items():
         if before is not None and before[name] != now:
@@ -135,7 +146,13 @@ def _check_start(pending: Sequence[PlannedRun]) -> None:
             try:
                 check_classification(planned.config)
             except UserError as error:
-                raise UserError(f"variant {planned.variant!r}: {error}") from error
+                where = f"variant {planned.variant!r}" + (f" in {planned.setting!r}" if planned.setting else "")
+                hint = (
+                    f"; give it as --root {planned.config.data.name}=DIR"
+                    if "data.root must be given" in str(error)
+                    else ""
+                )
+                raise UserError(f"{where}: {error}{hint}") from error
 
 
 def _run(planned: PlannedRun, folder: Path, command: str, console: Console, main_process: bool) -> None:
@@ -166,6 +183,7 @@ def _write(study: Study, folder: Path, command: str) -> list[VariantResult]:
         f"{', '.join(map(str, study.seeds))}. {RESULT_NOTE}\n\n{to_markdown(header, rows)}\nMade by `{command}`.\n"
     )
     content = {
+        "study": study.name,
         "title": study.title,
         "command": command,
         "reference": study.reference,

@@ -52,7 +52,7 @@ def validation_images(config: ClassificationConfig, count: int) -> tuple[Tensor,
 
 def images_from_folder(
     config: ClassificationConfig, count: int, folder: Path, masks: Path | None
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, list[str]]:
     """Images of a folder, spread evenly, as the model gets them, and masks of objects in them.
 
     Args:
@@ -62,25 +62,37 @@ def images_from_folder(
         masks: Folder with a PNG of the same name per image, 0 outside the object; images without a mask are left out.
 
     Returns:
-        Images ``(B, C, H, W)`` and masks ``(B, H, W)`` or None.
+        Images ``(B, C, H, W)``, masks ``(B, H, W)`` or None, and sentences about what was left out.
 
     Raises:
-        UserError: If there are no images, or one cannot be read or differs in size from its mask.
+        UserError: If there are no images that can be read, or one differs in size from its mask.
     """
     if not folder.is_dir():
         raise UserError(f"--images: {folder} is not a folder")
     if masks is not None and not masks.is_dir():
         raise UserError(f"--masks: {masks} is not a folder")
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES)
+    left_out = []
     if masks is not None:
-        paths = [path for path in paths if (masks / f"{path.stem}.png").is_file()]
+        with_mask = [path for path in paths if (masks / f"{path.stem}.png").is_file()]
+        if len(with_mask) < len(paths):
+            left_out.append(f"{len(paths) - len(with_mask)} images have no mask in {masks}")
+        paths = with_mask
     if not paths:
         raise UserError(f"--images: {folder} holds no images" + (f" that have a mask in {masks}" if masks else ""))
     count = min(count, len(paths))
-    chosen = [paths[i * len(paths) // count] for i in range(count)]
     transform = eval_transform(config.data, config.model.in_chans)
-    images = torch.stack([transform(open_image(_read(path), config.model.in_chans)) for path in chosen])
-    return images, None if masks is None else _masks(config, chosen, masks)
+    chosen, images = [], []
+    for i in range(count):
+        path = paths[i * len(paths) // count]
+        try:
+            images.append(transform(open_image(_read(path), config.model.in_chans)))
+            chosen.append(path)
+        except UserError as error:
+            left_out.append(str(error))
+    if not images:
+        raise UserError(f"--images: none of the images in {folder} could be read")
+    return torch.stack(images), None if masks is None else _masks(config, chosen, masks), left_out
 
 
 def _masks(config: ClassificationConfig, paths: Sequence[Path], folder: Path) -> Tensor:
