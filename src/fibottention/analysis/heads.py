@@ -23,7 +23,7 @@ class HeadStatistics:
     Attributes:
         layer: Path of the layer in the model.
         diversity: ``(B,)``: of each image, the mean over unordered pairs of heads of the Frobenius norm of the
-            difference of their outputs (arXiv 2406.19391, section 4.4).
+            difference of their outputs (arXiv 2406.19391).
         similarity: ``(H, H)``: linear centred kernel alignment of the outputs over all tokens and images, in [0, 1].
         entropy: ``(H,)``: mean entropy of a query's weights in bits, before any transform of them; None for attention
             without weights of pairs.

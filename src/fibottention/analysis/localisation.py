@@ -22,7 +22,7 @@ class Localisation:
     Attributes:
         layer: Path of the layer in the model.
         mean: ``(B, H)`` mean weight of the pairs inside; pairs that are not kept count as 0.
-        variance: ``(B, H)`` variance of these weights (arXiv 2406.19391, section 4.5).
+        variance: ``(B, H)`` variance of these weights (arXiv 2406.19391).
         share: ``(B, H)`` share of the weight of the object's patches that stays in the object, prefix tokens left out;
             0.5 says nothing by itself: compare with ``area``.
         area: ``(B,)`` share of the patches that belong to the object.

@@ -23,7 +23,7 @@ def attention_rollout(model: nn.Module, images: Tensor) -> Tensor:
     Half of each layer's output is its input (the residual connection), the other half what its heads attend to on
     average. Weights are taken before any transform, so that rows sum to 1. Over the kept pairs only.
 
-    Source: Abnar and Zuidema, arXiv 2005.00928, section 3.
+    Source: Abnar and Zuidema, arXiv 2005.00928.
 
     Args:
         model: A model of timm or transformers, made sparse or not, whose layers all attend over the same tokens.

@@ -48,7 +48,7 @@ def _largest_weights(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, co
 class LinformerOp(nn.Module):
     """Keys and values projected along the tokens to ``projection`` summaries, which all queries attend to.
 
-    Source: arXiv 2006.04768, equation 7, with the projections shared by the heads of a layer.
+    Source: arXiv 2006.04768, with the projections shared by the heads of a layer.
 
     Args:
         projection: Number of summaries.
@@ -82,7 +82,7 @@ class LinformerOp(nn.Module):
 class EfficientAttentionOp(nn.Module):
     """Softmax of each query over its channels and of each channel of the keys over the tokens; linear in the tokens.
 
-    Scores are not scaled, as in the paper. Source: arXiv 1812.01243, equation 3 with softmax normalization.
+    Scores are not scaled, as in the paper. Source: arXiv 1812.01243, with softmax normalization.
     """
 
     def forward(

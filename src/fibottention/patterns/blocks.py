@@ -159,8 +159,7 @@ def grid(num_heads: int, grid_size: tuple[int, int], size: int = 7, *, prefix_to
     """Sparse grid attention: each query sees ``size`` by ``size`` tokens, spread evenly and itself one of them.
 
     Tokens see each other if they are a multiple of a step apart in both directions; the step is the side of the grid
-    divided by ``size``, rounded up. Prefix tokens see and are seen by all tokens. Source: MaxViT, arXiv 2204.01697,
-    section 3.1.
+    divided by ``size``, rounded up. Prefix tokens see and are seen by all tokens. Source: MaxViT, arXiv 2204.01697.
 
     Args:
         num_heads: Number of heads.
