@@ -158,8 +158,7 @@ def _layer_report(site: _Site, sparse: PatternAttention) -> LayerReport:
     length, head_dim = site.prefix_tokens + site.num_tokens, _head_dim(module)
     cost = sparse.cost(length, head_dim)
     if dense_class == "TalkingHeadAttn":
-        union = sparse.pattern(length).union()
-        cost = AttentionCost(union.nnz, union.macs(head_dim), union.dense_macs(head_dim))
+        cost = AttentionCost.of(sparse.pattern(length).union(), head_dim)
     return LayerReport.of(
         cost,
         path=site.path,

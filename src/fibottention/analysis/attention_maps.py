@@ -1,13 +1,15 @@
 """Where each head looks: attention maps of a model's layers on images."""
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fibottention.adapters import sparsify
 from fibottention.layers.neighborhood_attention import NeighborhoodAttention2D
@@ -17,7 +19,15 @@ from fibottention.ops.attention import sparse_attention
 from fibottention.ops.pairs import pair_sum_transposed
 from fibottention.specs import Dense
 
-__all__ = ["AttentionMap", "CapturedLayer", "attention_maps", "captured_attention", "check_images", "patch_grid"]
+__all__ = [
+    "AttentionMap",
+    "CapturedLayer",
+    "attention_maps",
+    "captured_attention",
+    "check_images",
+    "evaluating",
+    "patch_grid",
+]
 
 
 @dataclass(frozen=True)
@@ -137,15 +147,23 @@ def captured_attention(model: nn.Module, images: Tensor, use: Callable[[Captured
         return hook
 
     hooks = [module.register_forward_hook(capture(name), with_kwargs=True) for name, module in modules.items()]
+    with evaluating(model, hooks):
+        model(images)
+    return made
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module, hooks: Sequence[RemovableHandle]) -> Iterator[None]:
+    """A model in evaluation mode; afterwards every part is in the mode it was in, and the hooks are gone."""
     was_training = {module: module.training for module in model.modules()}
     try:
-        model.eval()(images)
+        model.eval()
+        yield
     finally:
         for module, training in was_training.items():
             module.training = training
         for hook in hooks:
             hook.remove()
-    return made
 
 
 def check_images(images: Tensor) -> None:

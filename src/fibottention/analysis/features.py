@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from fibottention.adapters import sparsify
-from fibottention.analysis.attention_maps import captured_attention
+from fibottention.analysis.attention_maps import captured_attention, evaluating
 from fibottention.analysis.colours import COLOURS
 from fibottention.specs import AttentionSpec
 
@@ -69,16 +69,9 @@ def layer_features(model: nn.Module, images: Tensor, batch_size: int = 16) -> li
         model.get_submodule(name.rpartition(".")[0]).register_forward_hook(keep(name, prefix))
         for name, prefix in layers
     ]
-    was_training = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
+    with evaluating(model, hooks):
         for part in images.split(batch_size):
             model(part)
-    finally:
-        for module, training in was_training.items():
-            module.training = training
-        for handle in hooks:
-            handle.remove()
     return [torch.cat(parts) for parts in found.values()]
 
 

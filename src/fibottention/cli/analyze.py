@@ -1,12 +1,10 @@
 """``fibottention analyze``: heads, reach and localisation of trained models, as JSON and PNG."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.data import normalization
 from fibottention.tasks.classification.images import images_from_folder, validation_images
 from fibottention.tasks.classification.runs import load_model
-from fibottention.training.run import write_atomically
+from fibottention.training.run import Run, write_figure
 
 __all__ = ["run"]
 
@@ -93,7 +91,7 @@ def run(words: list[str]) -> int:
         console.print(f"{name}: {len(images)} images; written to {folder}", soft_wrap=True)
     if len(compared) > 1:
         folder = arguments.output or Path("analysis")
-        _save(draw_diversity(compared), folder / "diversity.png")
+        write_figure(folder / "diversity.png", draw_diversity(compared))
         console.print(f"head diversity side by side: {folder / 'diversity.png'}", soft_wrap=True)
     return 0
 
@@ -114,9 +112,9 @@ def _analyze(model: nn.Module, images: Tensor, masks: Tensor | None, folder: Pat
     for old in folder.glob("*"):
         if old.suffix in (".png", ".json"):
             old.unlink()  # of other images
-    _write(folder / "heads.json", [_plain_heads(layer) for layer in layers])
-    _save(draw_diversity({"this run": layers}), folder / "diversity.png")
-    _save(draw_head_statistics(layers), folder / "heads.png")
+    Run(folder).write_json("heads.json", [_plain_heads(layer) for layer in layers])
+    write_figure(folder / "diversity.png", draw_diversity({"this run": layers}))
+    write_figure(folder / "heads.png", draw_head_statistics(layers))
     if places:
         content = [
             {
@@ -128,8 +126,8 @@ def _analyze(model: nn.Module, images: Tensor, masks: Tensor | None, folder: Pat
             }
             for layer in places
         ]
-        _write(folder / "localisation.json", content)
-        _save(draw_localisation(places), folder / "localisation.png")
+        Run(folder).write_json("localisation.json", content)
+        write_figure(folder / "localisation.png", draw_localisation(places))
     known = [pattern for pattern in patterns if pattern is not None]
     # Layers over different tokens (PiT) have no reach in common.
     if len({(pattern.prefix_tokens, pattern.num_tokens, pattern.num_heads) for pattern in known}) == 1:
@@ -140,8 +138,8 @@ def _analyze(model: nn.Module, images: Tensor, masks: Tensor | None, folder: Pat
             "reached_with_prefix": reach.reached_with_prefix,
             "layers_to_all": reach.layers_to_all,
         }
-        _write(folder / "coverage.json", content)
-        _save(draw_coverage(reach), folder / "coverage.png")
+        Run(folder).write_json("coverage.json", content)
+        write_figure(folder / "coverage.png", draw_coverage(reach))
     return layers
 
 
@@ -158,8 +156,8 @@ def _compare(
         results = compare_features(model, specs, images, targets)
     except ValueError as error:
         raise UserError(f"--specs: {error}") from error
-    _write(folder / "features.json", {name: asdict(result) for name, result in results.items()})
-    _save(draw_features(results), folder / "features.png")
+    Run(folder).write_json("features.json", {name: asdict(result) for name, result in results.items()})
+    write_figure(folder / "features.png", draw_features(results))
     table = Table(title="features of the last layer")
     for column in ("attention", "similarity (CKA)", *(["nearest neighbour"] if targets is not None else [])):
         table.add_column(column, justify="left" if column == "attention" else "right")
@@ -186,7 +184,7 @@ def _draw_maps(model: nn.Module, images: Tensor, config: ClassificationConfig, f
         rollout = None  # layers over different tokens
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalization(config.data, config.model.in_chans))
     seen = (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).squeeze(-1).double()
-    _save(draw_attention_maps([picture.numpy() for picture in seen], maps[-1], rollout), folder / "maps.png")
+    write_figure(folder / "maps.png", draw_attention_maps([picture.numpy() for picture in seen], maps[-1], rollout))
 
 
 def _plain_heads(layer: HeadStatistics) -> dict[str, Any]:
@@ -196,11 +194,3 @@ def _plain_heads(layer: HeadStatistics) -> dict[str, Any]:
         "entropy_bits": None if layer.entropy is None else layer.entropy.tolist(),
         "similarity": layer.similarity.tolist(),
     }
-
-
-def _write(path: Path, content: object) -> None:
-    write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content, indent=1) + "\n"))
-
-
-def _save(figure: Figure, path: Path) -> None:
-    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=150))

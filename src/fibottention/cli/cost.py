@@ -11,7 +11,7 @@ from rich.table import Table
 from fibottention.analysis.scaling import CostAt, attention_scaling, draw_scaling
 from fibottention.cli.options import CommandParser, check_output, make_console, parse_spec
 from fibottention.errors import UserError
-from fibottention.training.run import write_atomically
+from fibottention.training.run import write_figure
 
 __all__ = ["run"]
 
@@ -61,8 +61,7 @@ def run(words: list[str]) -> int:
             )
         except ValueError as error:
             raise UserError(f"{text}: {error}") from error
-    figure = draw_scaling(costs)
-    write_atomically(arguments.output, lambda path: figure.savefig(path, format="png", dpi=150))
+    write_figure(arguments.output, draw_scaling(costs))
     if arguments.json:
         content = {name: [asdict(cost) for cost in of_spec] for name, of_spec in costs.items()}
         sys.stdout.write(json.dumps(content, indent=1) + "\n")

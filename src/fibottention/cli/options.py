@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import signal
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import yaml
@@ -11,7 +13,15 @@ from rich.console import Console
 from fibottention.errors import UserError
 from fibottention.specs import AttentionSpec, make_spec, spec_names
 
-__all__ = ["CommandParser", "check_output", "describe_specs", "is_main_process", "make_console", "parse_spec"]
+__all__ = [
+    "CommandParser",
+    "check_output",
+    "describe_specs",
+    "is_main_process",
+    "make_console",
+    "parse_spec",
+    "stop_politely",
+]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -45,6 +55,15 @@ def check_output(path: Path) -> None:
         raise UserError(f"--output: {path} is a folder, not a file")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--output: the folder {path.parent} does not exist")
+
+
+def stop_politely() -> None:
+    """Let a polite kill (SIGTERM) end like Ctrl-C, so that what runs can be resumed after its last whole epoch."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def describe_specs() -> str:

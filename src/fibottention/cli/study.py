@@ -1,14 +1,12 @@
 """``fibottention study``: many runs with one budget, side by side."""
 
 import shlex
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from rich.table import Table
 
-from fibottention.cli.options import CommandParser, is_main_process, make_console
+from fibottention.cli.options import CommandParser, is_main_process, make_console, stop_politely
 from fibottention.errors import UserError
 from fibottention.studies.plan import load_study, study_names
 from fibottention.studies.results import table_rows
@@ -56,7 +54,7 @@ def run(words: list[str]) -> int:
     folder = arguments.output or Path("runs") / study.name
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output: {folder} is a file, not a folder")
-    signal.signal(signal.SIGTERM, _interrupt)
+    stop_politely()
     console = make_console()
     command = shlex.join(["fibottention", "study", *words])
     try:
@@ -79,7 +77,3 @@ def run(words: list[str]) -> int:
     console.print(RESULT_NOTE)
     console.print(f"report: {folder / 'report.html'}; table: {folder / 'results.md'}", soft_wrap=True)
     return 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -1,17 +1,15 @@
 """``fibottention train``: train from a recipe, resume a run, or run the demo."""
 
 import shlex
-import signal
 import sys
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from fibottention.cli.options import describe_specs, is_main_process, make_console
+from fibottention.cli.options import describe_specs, is_main_process, make_console, stop_politely
 from fibottention.errors import UserError
 from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.options import classification_config, group_parser, load_recipe
@@ -39,8 +37,7 @@ def run(words: list[str]) -> int:
         groups = group_parser("fibottention train").format_help().split("\n\n", 1)[1]
         sys.stdout.write(f"{_USAGE}{describe_specs()}\n\n{groups}")
         return 0
-    # A polite kill ends like Ctrl-C: the run can be resumed after its last whole epoch.
-    signal.signal(signal.SIGTERM, _interrupt)
+    stop_politely()
     console = make_console()
     if "--resume" in words or any(word.startswith("--resume=") for word in words):
         return _resume(words, console)
@@ -55,10 +52,6 @@ def run(words: list[str]) -> int:
     config = classification_config(recipe, words)
     folder = config.train.output or _new_folder(f"{Path(recipe_name or 'run').stem}-{config.attention['name']}")
     return _train(config, folder, command, console)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _stopped(how: str, folder: str) -> int:

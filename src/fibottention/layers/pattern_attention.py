@@ -93,8 +93,7 @@ class PatternAttention(nn.Module):
     def cost(self, sequence_length: int, head_dim: int) -> AttentionCost:
         """What is computed for one sequence of this many tokens, prefix tokens included."""
         if self.spec.has_pattern:
-            pattern = self.pattern(sequence_length)
-            return AttentionCost(pattern.nnz, pattern.macs(head_dim), pattern.dense_macs(head_dim))
+            return AttentionCost.of(self.pattern(sequence_length), head_dim)
         patches = sequence_length - self.prefix_tokens
         return self.spec.cost(self.num_heads, patches, head_dim, prefix_tokens=self.prefix_tokens)
 

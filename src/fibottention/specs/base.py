@@ -33,6 +33,11 @@ class AttentionCost:
     macs: int
     dense_macs: int
 
+    @classmethod
+    def of(cls, pattern: Pattern, head_dim: int) -> "AttentionCost":
+        """The cost of computing just the pairs of a pattern."""
+        return cls(pattern.nnz, pattern.macs(head_dim), pattern.dense_macs(head_dim))
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -128,7 +133,7 @@ class AttentionSpec:
             grid_size: Height and width of the grid of patch tokens.
         """
         pattern = self.pattern(num_heads, num_tokens, prefix_tokens=prefix_tokens, layer=layer, grid_size=grid_size)
-        return AttentionCost(pattern.nnz, pattern.macs(head_dim), pattern.dense_macs(head_dim))
+        return AttentionCost.of(pattern, head_dim)
 
     @property
     def only_pairs(self) -> bool:

@@ -1,7 +1,6 @@
 """Run a study, run by run, and keep its table, picture and page up to date."""
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from fibottention.analysis.report import encode_figure, write_page
@@ -20,7 +18,7 @@ from fibottention.studies.plots import curves_figure, results_figure
 from fibottention.studies.results import VariantResult, collect, table_rows, to_markdown
 from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.runs import check_classification, load_config, train_classification
-from fibottention.training.run import Run, write_atomically
+from fibottention.training.run import Run, write_atomically, write_figure
 
 try:
     import fcntl
@@ -61,7 +59,10 @@ def run_study(
         raise UserError(f"{folder} holds the study {other!r}; name another folder for {study.name!r} with --output")
     pending = [run for run in study.runs if not _is_finished(run, folder)]
     _check_start(pending)
+    results: list[VariantResult] = []
     with _locked(folder) if main_process else contextlib.nullcontext():
+        if main_process and not pending:
+            results = _write(study, folder, command)
         for number, planned in enumerate(study.runs, 1):
             if planned not in pending:
                 continue
@@ -70,8 +71,8 @@ def run_study(
                 console.rule(f"run {number} of {len(study.runs)}: {name}")
             _run(planned, folder, command, console, main_process)
             if main_process:
-                _write(study, folder, command)
-        return _write(study, folder, command) if main_process else []
+                results = _write(study, folder, command)
+    return results
 
 
 @contextlib.contextmanager
@@ -92,20 +93,21 @@ def _locked(folder: Path) -> Iterator[None]:
 def _is_finished(planned: PlannedRun, folder: Path) -> bool:
     """Whether a run has ended; refuses a run with other options, or made by another number of processes."""
     run = Run(folder / planned.path)
-    if run.config_path.exists():
-        before, now = _essence(load_config(run)), _essence(planned.config)
+    if not run.config_path.exists():
+        return planned.path in _diverged([planned], folder)
+    saved, wanted = _essence(load_config(run)), _essence(planned.config)
+    if saved != wanted:
         differing = [
             f"{group}.{option}"
-            for group in now
-            for option in now[group]
-            if before[group].get(option) != now[group][option]
+            for group, options in wanted.items()
+            for option, value in options.items()
+            if saved[group].get(option) != value
         ]
-        if before != now:
-            raise UserError(
-                f"{run.folder} holds a run with other options than the study has now ({', '.join(differing)}); name "
-                "another folder with --output, or remove this one"
-            )
-    before = run.read_json("environment.json") if run.config_path.exists() else None
+        raise UserError(
+            f"{run.folder} holds a run with other options than the study has now ({', '.join(differing)}); name "
+            "another folder with --output, or remove this one"
+        )
+    before = run.read_json("environment.json")
     for name, now in _launch(planned).items():
         if before is not None and before[name] != now:
             raise UserError(f"{run.folder} was made with {name} {before[name]}, not {now}; go on with {before[name]}")
@@ -192,12 +194,10 @@ def _write(study: Study, folder: Path, command: str) -> list[VariantResult]:
         "diverged": diverged,
     }
     write_atomically(folder / "results.md", lambda path: path.write_text(text))
-    write_atomically(folder / "results.json", lambda path: path.write_text(json.dumps(content, indent=1) + "\n"))
-    plot: Figure | None = None
-    if finished:
-        plot = results_figure(study, results)
-        figure = plot
-        write_atomically(folder / "results.png", lambda path: figure.savefig(path, format="png", dpi=150))
+    Run(folder).write_json("results.json", content)
+    plot = results_figure(study, results) if finished else None
+    if plot is not None:
+        write_figure(folder / "results.png", plot)
     curves = curves_figure(study, results)
     first = {run.setting: run for run in reversed(study.runs)}
     write_page(

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from fibottention.errors import UserError
 
-__all__ = ["Run", "load_weights", "write_atomically"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Run", "load_weights", "write_atomically", "write_figure"]
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -30,6 +33,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def write_figure(path: Path, figure: "Figure") -> None:
+    """Write a picture as PNG."""
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=150))
 
 
 @contextlib.contextmanager
