@@ -192,7 +192,6 @@ def test_what_specs_learn_is_trained_saved_and_loaded(tmp_path):
 
 
 UNSUPPORTED = {
-    "timesformer": ("TimesformerConfig", {"patch_size": 8, **CLIPS}, "TimesformerModel"),
     "swinv2": ("Swinv2Config", WINDOWS, "Swinv2Model"),
     "hiera": ("HieraConfig", {"image_size": [32, 32], "depths": [1, 1, 1, 1], "embed_dim": 16}, "HieraModel"),
 }
@@ -213,6 +212,17 @@ def test_models_that_would_stay_dense_are_refused(family):
     named = type(config)(**options, attn_implementation="fibottention")
     with pytest.raises(ValueError, match=message):
         model_class(named)
+
+
+def test_timesformer_takes_no_attention_by_name():
+    config = transformers.TimesformerConfig(patch_size=8, **CLIPS)
+    model = transformers.TimesformerModel(config)
+    message = "TimesformerModel takes no attention by name; use fibottention.sparsify"
+    with pytest.raises(ValueError, match=message):
+        model.set_attn_implementation("fibottention")
+    named = transformers.TimesformerConfig(patch_size=8, attn_implementation="fibottention", **CLIPS)
+    with pytest.raises(ValueError, match=message):
+        transformers.TimesformerModel(named)
 
 
 def test_parts_of_a_model():

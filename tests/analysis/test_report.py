@@ -10,7 +10,7 @@ from fibottention.analysis.attention_maps import attention_maps
 from fibottention.analysis.masks import draw_masks, mask_figure
 from fibottention.analysis.report import write_report
 from fibottention.errors import UserError
-from fibottention.tasks.classification.runs import train_classification
+from fibottention.tasks.runs import train_run
 from tests.tiny import tiny_config
 
 
@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
     for name in ("fibottention", "dense", "none"):
         config = tiny_config()
         config.attention = {"name": name}
-        train_classification(config, folder / name, command=f"fibottention train --attention.name {name}")
+        train_run(config, folder / name, command=f"fibottention train --attention.name {name}")
     return folder
 
 

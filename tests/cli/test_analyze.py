@@ -9,7 +9,7 @@ from PIL import Image
 
 from fibottention.analysis.report import write_report
 from fibottention.cli import main
-from fibottention.tasks.classification.runs import train_classification
+from fibottention.tasks.runs import train_run
 from tests.pictures import photo_folder
 from tests.tiny import sparse_config
 
@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
     for name in ("fibottention", "dense"):
         config = sparse_config(1)
         config.attention = {"name": name}
-        train_classification(config, folder / name, command="none")
+        train_run(config, folder / name, command="none")
     return folder
 
 
@@ -124,14 +124,14 @@ def test_a_model_without_such_layers(tmp_path, capsys):
     config = sparse_config(1)
     config.attention = {"name": "none"}
     config.model.name, config.model.options = "resnet18", {}
-    train_classification(config, tmp_path / "run", command="none")
+    train_run(config, tmp_path / "run", command="none")
     assert main(["analyze", str(tmp_path / "run"), "--count", "2"]) == 2
     assert "sparsify does not support ResNet" in capsys.readouterr().err
     config.model.name, config.model.options = (
         "dinat_s_tiny",
         {"patch_size": 2, "embed_dim": 32, "depths": [1], "num_heads": [1], "dilations": [[1]]},
     )
-    train_classification(config, tmp_path / "dinat", command="none")
+    train_run(config, tmp_path / "dinat", command="none")
     assert main(["analyze", str(tmp_path / "dinat"), "--count", "2"]) == 2
     assert "has no layer that attends over whole images" in capsys.readouterr().err
     assert not (tmp_path / "run" / "analysis").exists()
@@ -176,7 +176,7 @@ def test_other_dilations_at_test_time(tmp_path, capsys):
     config.model.name = "dinat_s_tiny"
     config.model.options = {"patch_size": 2, "embed_dim": 32, "depths": [2], "num_heads": [1], "kernel_size": 3}
     config.model.options["dilations"] = [[1, 1]]
-    train_classification(config, tmp_path / "run", command="none")
+    train_run(config, tmp_path / "run", command="none")
     losses = {}
     for dilations in ("null", "gradual", "[4]", "[[1,1]]"):
         assert main(["evaluate", str(tmp_path / "run"), "--json", f"--dilations={dilations}"]) == 0

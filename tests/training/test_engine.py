@@ -12,8 +12,8 @@ from fibottention.analysis.report import write_report
 from fibottention.errors import UserError
 from fibottention.ops.twist import Twist
 from fibottention.tasks.classification.config import ClassificationConfig
-from fibottention.tasks.classification.runs import train_classification
 from fibottention.tasks.classification.task import ClassificationTask
+from fibottention.tasks.runs import train_run
 from fibottention.training.engine import Trainer, make_accelerator
 from fibottention.training.run import Run, load_weights
 from tests.tiny import sparse_config, tiny_config
@@ -36,7 +36,7 @@ def trainer_of(config: ClassificationConfig, folder) -> Trainer:
 def test_learns_and_keeps_a_whole_run(tmp_path):
     config = tiny_config(epochs=3)
     config.data.limit = 600
-    summary = train_classification(config, tmp_path / "run", command="the command")
+    summary = train_run(config, tmp_path / "run", command="the command")
     run = Run(tmp_path / "run")
     records = run.metrics()
     assert [r["epoch"] for r in records] == [1, 2, 3]
@@ -57,12 +57,12 @@ def test_learns_and_keeps_a_whole_run(tmp_path):
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
     config = tiny_config()
-    train_classification(config, tmp_path / "a", command="")
+    train_run(config, tmp_path / "a", command="")
     torch.manual_seed(12345)  # whatever ran before
-    train_classification(tiny_config(), tmp_path / "b", command="")
+    train_run(tiny_config(), tmp_path / "b", command="")
     other = tiny_config()
     other.train.seed = 1
-    train_classification(other, tmp_path / "c", command="")
+    train_run(other, tmp_path / "c", command="")
     assert equal(last_weights(tmp_path / "a"), last_weights(tmp_path / "b"))
     assert not equal(last_weights(tmp_path / "a"), last_weights(tmp_path / "c"))
 
@@ -81,7 +81,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path, monkeypatch, make_co
     config.optim.ema_decay = 0.9
     config.augment.mixup = 0.4
     config.augment.random_erasing = 0.3
-    train_classification(copy.deepcopy(config), tmp_path / "whole", command="")
+    train_run(copy.deepcopy(config), tmp_path / "whole", command="")
 
     steps = 0
     loss = ClassificationTask.loss
@@ -95,13 +95,13 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path, monkeypatch, make_co
 
     monkeypatch.setattr(ClassificationTask, "loss", stop_in_epoch_2)
     with pytest.raises(KeyboardInterrupt):
-        train_classification(copy.deepcopy(config), tmp_path / "stopped", command="")
+        train_run(copy.deepcopy(config), tmp_path / "stopped", command="")
     monkeypatch.undo()
     assert [r["epoch"] for r in Run(tmp_path / "stopped").metrics()] == [1]
-    train_classification(copy.deepcopy(config), tmp_path / "stopped")
+    train_run(copy.deepcopy(config), tmp_path / "stopped")
     assert equal(last_weights(tmp_path / "whole"), last_weights(tmp_path / "stopped"))
     assert equal(Run(tmp_path / "whole").weights(), Run(tmp_path / "stopped").weights())
-    drop = {"train_seconds", "images_per_second", "step_milliseconds"}
+    drop = {"train_seconds", "samples_per_second", "step_milliseconds"}
     whole, stopped = (Run(tmp_path / name).metrics() for name in ("whole", "stopped"))
     assert [{k: v for k, v in r.items() if k not in drop} for r in whole] == [
         {k: v for k, v in r.items() if k not in drop} for r in stopped
@@ -113,7 +113,7 @@ def test_gradient_accumulation_equals_a_larger_batch(tmp_path):
     small.train.batch_size //= 2
     small.train.gradient_accumulation = 2
     for name, config in (("large", large), ("small", small)):
-        train_classification(config, tmp_path / name, command="")
+        train_run(config, tmp_path / name, command="")
     for a, b in zip(last_weights(tmp_path / "large").values(), last_weights(tmp_path / "small").values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
@@ -212,7 +212,7 @@ def test_the_scales_of_sata_have_a_rate_of_their_own_and_no_decay(tmp_path):
 
 def test_the_scales_of_sata_are_logged_drawn_and_resumed(tmp_path):
     config = sata_config()
-    train_classification(config, tmp_path / "run", command="")
+    train_run(config, tmp_path / "run", command="")
     records = Run(tmp_path / "run").metrics()
     model = last_weights(tmp_path / "run")
     scales = [float(w) for n, w in model.items() if n.endswith("transform.scale")]
@@ -237,7 +237,7 @@ def test_moving_average_is_what_is_evaluated_and_saved(tmp_path):
 def test_mixed_precision(tmp_path, precision, make_config):
     config = make_config()
     config.train.mixed_precision = precision
-    assert math.isfinite(train_classification(config, tmp_path / "run", command="")["top1"])
+    assert math.isfinite(train_run(config, tmp_path / "run", command="")["top1"])
 
 
 def test_a_diverging_run_stops_with_advice(tmp_path):
@@ -245,7 +245,7 @@ def test_a_diverging_run_stops_with_advice(tmp_path):
     config.optim.lr = 1e30
     config.optim.warmup_epochs = 0
     with pytest.raises(UserError, match=r"the loss became .* lower optim\.lr \(now 1e\+30\)"):
-        train_classification(config, tmp_path / "run", command="")
+        train_run(config, tmp_path / "run", command="")
     assert not (tmp_path / "run").exists(), "no finished epoch, nothing to keep"
 
 
@@ -288,13 +288,13 @@ def test_bad_options_are_named_and_leave_no_folder(tmp_path, change, message):
     config = tiny_config()
     change(config)
     with pytest.raises(UserError, match=message):
-        train_classification(config, tmp_path / "run", command="")
+        train_run(config, tmp_path / "run", command="")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    train_classification(tiny_config(), tmp_path / "run", command="")
+    train_run(tiny_config(), tmp_path / "run", command="")
     other = tiny_config(epochs=3)
     other.model.options["embed_dim"] = 48
     with pytest.raises(UserError, match="is not a checkpoint of this model"):
-        train_classification(other, tmp_path / "run")
+        train_run(other, tmp_path / "run")

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from fibottention.adapters import timesformer
 from fibottention.adapters.first_forward import FirstForward
 from fibottention.adapters.report import LayerReport, SparsifyReport, check_layer
 from fibottention.layers.pattern_attention import PatternAttention
@@ -127,7 +128,8 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
     Weights and state-dict keys stay as they are; what a spec learns is added in each layer, under ``sparse``. The model
     gets a configuration of its own. Supports ViT, DeiT, ViT-MSN, I-JEPA, DINOv2 (also with registers), DINOv3, BEiT,
     Swin (within each window), the vision towers of CLIP and SigLIP, VideoMAE, ViViT and the encoder of V-JEPA 2 (over
-    all tokens of a clip, in time and space), also inside other models.
+    all tokens of a clip, in time and space), also inside other models. In TimeSformer it is the attention in space that
+    changes, see `fibottention.adapters.timesformer.sparsify`.
 
     Args:
         model: The model.
@@ -143,6 +145,8 @@ def sparsify(model: nn.Module, spec: AttentionSpec, *, backend: Backend = "auto"
     """
     if not isinstance(spec, AttentionSpec):
         raise TypeError(f"spec must be an AttentionSpec such as Fibottention(), got {type(spec).__name__}")
+    if timesformer.holds_timesformer(model) and not sites(model):
+        return timesformer.sparsify(model, spec, backend=backend)
     _prepare()
     name = spec.name if _named.get(spec.name) == spec else str(spec)
     if name not in _named:
@@ -422,6 +426,8 @@ def _refusal(model: nn.Module) -> str:
         if isinstance(module, PreTrainedModel) and getattr(module.config, "model_type", None) in _IGNORE
     }
     if ignoring:
+        if min(ignoring).startswith("Timesformer"):
+            return f"{min(ignoring)} takes no attention by name; use fibottention.sparsify(model, spec)"
         return f"sparsify does not support {min(ignoring)}, whose attention does not go through transformers' interface"
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     return (

@@ -1,6 +1,7 @@
-"""What a whole model computes per image."""
+"""What a whole model computes per sample."""
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -13,22 +14,20 @@ from fibottention.layers.pattern_attention import PatternAttention
 __all__ = ["whole_model_macs"]
 
 
-def whole_model_macs(model: nn.Module, image_size: int | tuple[int, int], in_chans: int = 3) -> int:
-    """Multiply-accumulates of one forward pass on one image, attention counted over the kept pairs.
+def whole_model_macs(model: nn.Module, input_shape: Sequence[int]) -> int:
+    """Multiply-accumulates of one forward pass on one sample, attention counted over the kept pairs.
 
     Args:
         model: The model, made sparse or not. It is not changed.
-        image_size: Side of the image in pixels, or height and width.
-        in_chans: Channels of the image.
+        input_shape: Shape of the sample without the batch: ``(C, H, W)`` of an image, ``(T, C, H, W)`` of a clip.
     """
     model = copy.deepcopy(model).eval().requires_grad_(False)
     for module in model.modules():
         if isinstance(module, PatternAttention | NeighborhoodAttention2D):
             # The dense backends compute pairs that are then thrown away.
             module.backend = "gather"
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-    image = torch.zeros(1, in_chans, height, width, device=next(model.parameters()).device)
+    sample = torch.zeros(1, *input_shape, device=next(model.parameters()).device)
     # Fused attention is not counted on every device; its parts are.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(image)
+        model(sample)
     return counter.get_total_flops() // 2

@@ -25,7 +25,9 @@ from fibottention.errors import UserError
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.data import eval_transform, normalization, open_image
-from fibottention.tasks.classification.runs import load_model
+from fibottention.tasks.config import TaskConfig
+from fibottention.tasks.kinds import TaskKind, task_kind
+from fibottention.tasks.runs import load_model
 from fibottention.training.run import Run, write_atomically
 
 __all__ = ["encode_figure", "write_page", "write_report"]
@@ -39,6 +41,7 @@ _ANALYSES = {
     "maps.png": "Attention of the last layer, and rollout, on images",
     "features.png": "Features with other attention, without training",
     "localisation.png": "Attention that stays in the object",
+    **{f"clip_{number}.png": f"Where each head looks, frame by frame, in video {number}" for number in range(1, 7)},
 }
 
 
@@ -48,7 +51,8 @@ class _RunPage:
 
     name: str
     colour: str
-    config: ClassificationConfig
+    config: TaskConfig
+    kind: TaskKind
     classes: list[str]
     records: list[dict[str, Any]]
     best: dict[str, Any]
@@ -109,6 +113,7 @@ def _page(folder: Path, name: str, colour: str) -> _RunPage:
         name=name,
         colour=colour,
         config=config,
+        kind=task_kind(config.task),
         classes=classes,
         records=run.metrics(),
         best=best,
@@ -123,8 +128,11 @@ def _page(folder: Path, name: str, colour: str) -> _RunPage:
         page.masks = encode_figure(mask_figure(pattern, f"first layer: {pattern.density():.2%} of the pairs"))
     if "transform_scales" in page.records[-1]:
         page.scales = encode_figure(_scales(page.records))
-    page.maps, page.maps_note = _attention_figure(model, config, run)
-    page.trivial = _trivial_figure(model, config, run)
+    if isinstance(config, ClassificationConfig):
+        page.maps, page.maps_note = _attention_figure(model, config, run)
+        page.trivial = _trivial_figure(model, config, run)
+    else:
+        page.maps_note = "fibottention analyze draws attention maps of videos."
     for file, title in _ANALYSES.items():
         picture = run.folder / "analysis" / file
         if picture.is_file():

@@ -11,7 +11,7 @@ from fibottention.analysis.timing import peak_mib, seconds_of
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.specs import AttentionSpec
 
-__all__ = ["CostAt", "attention_scaling", "draw_scaling"]
+__all__ = ["CostAt", "attention_scaling", "draw_scaling", "measure_attention"]
 
 # Explicit rows of more pairs than this are not built, and no attention of more multiply-accumulates is timed.
 _MOST_PAIRS = 3e8
@@ -77,22 +77,42 @@ def attention_scaling(
         cost = spec.cost(num_heads, count, head_dim, prefix_tokens=prefix_tokens)
         times: tuple[float | None, ...] = (None, None, None)
         if measure and cost.macs <= _MOST_MACS:
-            times = _measure(spec, count, num_heads, head_dim, prefix_tokens, device)
+            times = measure_attention(spec, count, num_heads, head_dim, prefix_tokens, device)
         elif measure:
             skipped(f"{spec.name} at {count:,} tokens is not timed: {cost.macs:.1e} multiply-accumulates")
         costs.append(CostAt(count, cost.pairs, cost.macs, cost.dense_macs, *times))
     return costs
 
 
-def _measure(
-    spec: AttentionSpec, count: int, num_heads: int, head_dim: int, prefix_tokens: int, device: str
+def measure_attention(
+    spec: AttentionSpec,
+    count: int,
+    num_heads: int,
+    head_dim: int,
+    prefix_tokens: int,
+    device: str,
+    sequences: int = 1,
 ) -> tuple[float, float, float | None]:
+    """Milliseconds of a layer's forward pass and of both passes, and the peak memory of both in MiB, in float32.
+
+    Args:
+        spec: The spec.
+        count: Patch tokens of a sequence.
+        num_heads: Number of heads.
+        head_dim: Size of one head.
+        prefix_tokens: Number of prefix tokens.
+        device: ``"cpu"`` or ``"cuda"``.
+        sequences: Sequences at a time.
+
+    Returns:
+        The least of three runs each, after one that is not counted.
+    """
     length = prefix_tokens + count
     layer = PatternAttention(
         spec, num_heads, prefix_tokens=prefix_tokens, head_dim=head_dim, sequence_length=length, device=device
     )
     generator = torch.Generator(device).manual_seed(0)
-    shape = (1, num_heads, length, head_dim)
+    shape = (sequences, num_heads, length, head_dim)
     q, k, v, grad = (torch.randn(shape, generator=generator, device=device) for _ in range(4))
 
     def forward() -> object:

@@ -21,7 +21,11 @@ _COMMANDS = {
     "cost": "compare what specs cost at growing numbers of tokens",
     "operators": "compare convolutions and attention: receptive field and cost",
     "report": "write one HTML page about one or several runs",
+    "video": "prepare videos: split into lists, crop persons; cost of attention in space and time",
 }
+
+# Packages that do not come with the extra ``train``.
+_EXTRAS = {"av": "video", "transformers": "video"}
 
 _HELP = "usage: fibottention COMMAND [...]\n\ncommands:\n" + "".join(f"  {n:9} {t}\n" for n, t in _COMMANDS.items())
 
@@ -48,14 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[0] not in _COMMANDS:
             raise UserError(f"no command is named {words[0]!r}{nearest(words[0], list(_COMMANDS))}")
         try:
-            command = importlib.import_module(f"fibottention.cli.{words[0]}")
+            return importlib.import_module(f"fibottention.cli.{words[0]}").run(words[1:]) or 0
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("fibottention"):
                 raise
+            extra = _EXTRAS.get((error.name or "").partition(".")[0], "train")
             raise UserError(
-                f"this command needs the package {error.name}; install it with: pip install 'fibottention[train]'"
+                f"this command needs the package {error.name}; install it with: pip install 'fibottention[{extra}]'"
             ) from error
-        return command.run(words[1:]) or 0
     except UserError as error:
         if os.environ.get("FIBOTTENTION_TRACEBACK"):
             raise

@@ -22,7 +22,7 @@ from fibottention.specs import AttentionSpec
 from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.data import normalization
 from fibottention.tasks.classification.images import images_from_folder, validation_images
-from fibottention.tasks.classification.runs import load_model
+from fibottention.tasks.runs import find_run, load_config, load_model
 from fibottention.training.run import Run, write_figure
 
 __all__ = ["run"]
@@ -32,12 +32,17 @@ _PICTURES = 6
 
 def run(words: list[str]) -> int:
     """Run the command; returns the exit code."""
+    first = next((word for word in words if (Path(word) / "config.yaml").is_file()), words[0] if words else "-")
+    if not first.startswith("-") and load_config(find_run(first)).task == "video":
+        from fibottention.cli.video.analyze import run as run_video
+
+        return run_video(words)
     parser = CommandParser(
         prog="fibottention analyze",
         description="Look into the attention of trained models: how much the heads differ (distances and similarity "
         "of their outputs, entropy of their weights), which tokens heads and layers reach, and, with masks, how much "
         "of an object's attention stays in the object. Writes JSON and PNG into RUN/analysis, where fibottention "
-        "report finds them.",
+        "report finds them. For a video run: where the heads look, frame by frame (fibottention analyze RUN --help).",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folders of runs, or checkpoints in them")
     parser.add_argument("--images", type=Path, help="folder of images (default: the run's validation images)")
@@ -72,6 +77,8 @@ def run(words: list[str]) -> int:
     compared: dict[str, list[HeadStatistics]] = {}
     for name, path in zip(names, arguments.runs, strict=True):
         model, config, _, run_ = load_model(path)
+        if not isinstance(config, ClassificationConfig):
+            raise UserError(f"{path} is a {config.task} run, which cannot be analyzed beside runs of images")
         if arguments.root is not None and (arguments.images or config.data.name == "fashion-mnist-subset"):
             raise UserError("--root has no meaning for --images, nor for a run whose data are embedded in the package")
         if arguments.root is not None:

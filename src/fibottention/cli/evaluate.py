@@ -1,4 +1,4 @@
-"""``fibottention evaluate``: metrics of a run or a checkpoint on validation images."""
+"""``fibottention evaluate``: metrics of a run or a checkpoint on validation data."""
 
 import json
 import sys
@@ -10,14 +10,14 @@ from accelerate.utils import gather_object
 from rich.table import Table
 from torch import nn
 
-from fibottention.adapters.timm import sparsify
+from fibottention.adapters import sparsify
 from fibottention.cli.options import CommandParser, make_console
 from fibottention.errors import UserError
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
-from fibottention.tasks.classification.config import attention_spec
-from fibottention.tasks.classification.options import spec_options
-from fibottention.tasks.classification.runs import load_model
-from fibottention.tasks.classification.task import ClassificationTask
+from fibottention.tasks.config import attention_spec
+from fibottention.tasks.kinds import task_kind
+from fibottention.tasks.options import make_config, spec_options
+from fibottention.tasks.runs import load_model
 from fibottention.training.engine import make_accelerator
 
 __all__ = ["run"]
@@ -27,19 +27,28 @@ def run(words: list[str]) -> int:
     """Run the command; returns the exit code."""
     parser = CommandParser(
         prog="fibottention evaluate",
-        description="Evaluate a trained model on validation images. With --attention.name NAME and the options of that "
-        "spec, the model attends so instead, without training; what the spec learns has its initial values.",
+        description="Evaluate a trained model on validation data. Options of the run's data can be changed, as in "
+        "--data.workers 4, or for videos --data.views 4 --data.crops 3. With --attention.name NAME and the options of "
+        "that spec, the model attends so instead, without training; what the spec learns has its initial values.",
     )
     parser.add_argument("run", metavar="RUN|CHECKPOINT", help="folder of a run, or a checkpoint in it")
     parser.add_argument("--root", help="folder with the data, if not where it was in training")
     parser.add_argument("--split", help="name of the validation split or folder")
-    parser.add_argument("--batch-size", type=int, help="images per step")
+    parser.add_argument("--batch-size", type=int, help="samples per step")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="device")
     parser.add_argument("--dilations", help="dilations of a NAT or DiNAT: gradual, max, null or such as [8,4,2,1]")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     attention, words = spec_options(words, "--attention.")
+    changed, words = _data_options(words)
     arguments = parser.parse_args(words)
     model, config, classes, _ = load_model(arguments.run)
+    if changed:
+        before, config = config, make_config(config.to_dict(), changed)
+        for option in ("image_size", "num_frames"):
+            if getattr(before.data, option, None) != getattr(config.data, option, None):
+                raise UserError(
+                    f"--data.{option} cannot be changed: the model is made for {getattr(before.data, option)}"
+                )
     if arguments.root is not None and config.data.name == "fashion-mnist-subset":
         raise UserError("--root has no meaning for this run, whose data are embedded in the package")
     if attention:
@@ -55,7 +64,8 @@ def run(words: list[str]) -> int:
     if arguments.device is not None:
         config.train.device = arguments.device
     accelerator = make_accelerator(config.train)
-    task = ClassificationTask(config, train=False, model=model)
+    kind = task_kind(config.task)
+    task = kind.task(config, train=False, model=model, classes=classes)
     if task.data.classes != classes:
         raise UserError(
             f"the data have other classes ({len(task.data.classes)}: {', '.join(task.data.classes[:3])}, ...) than "
@@ -75,7 +85,7 @@ def run(words: list[str]) -> int:
         content = {
             **result.metrics,
             "attention": config.attention,
-            "images": result.details["images"],
+            kind.sample: result.details[kind.sample],
             "recall": dict(zip(classes, recall, strict=True)),
             "confusion": result.details["confusion"],
             "unreadable": unreadable,
@@ -84,19 +94,33 @@ def run(words: list[str]) -> int:
         return 0
     console = make_console()
     name = f"{config.attention['name']} attention" if config.attention["name"] != "none" else "its own attention"
-    table = Table(title=f"{arguments.run} with {name} on {result.details['images']} images")
+    table = Table(title=f"{arguments.run} with {name} on {result.details[kind.sample]} {kind.sample}")
     table.add_column("metric")
     table.add_column("value", justify="right")
-    table.add_row("top-1", f"{result.metrics['top1']:.2f} %")
-    table.add_row("top-5", f"{result.metrics['top5']:.2f} %")
+    for name, label in kind.metrics.items():
+        table.add_row(label, f"{result.metrics[name]:.2f} %")
     table.add_row("loss", f"{result.metrics['val_loss']:.4f}")
     if len(classes) <= 30:
         for name, value, count in zip(classes, recall, confusion.sum(1).tolist(), strict=True):
-            table.add_row(f"recall of {name} ({count})", f"{value:.2%}")
+            table.add_row(f"recall of {name} ({count})", f"{value:.2%}" if count else "absent")
     console.print(table)
     for name in unreadable:
         console.print(f"could not be read: {name}", soft_wrap=True)
     return 0
+
+
+def _data_options(words: list[str]) -> tuple[list[str], list[str]]:
+    """Words ``--data.option value`` or ``--data.option=value``, and all others."""
+    own, rest = [], []
+    remaining = iter(words)
+    for word in remaining:
+        if not word.startswith("--data."):
+            rest.append(word)
+        elif "=" in word:
+            own.append(word)
+        else:
+            own += [word, *([value] if (value := next(remaining, None)) is not None else [])]
+    return own, rest
 
 
 def _change_attention(model: nn.Module, options: dict[str, Any], seed: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fibottention.errors import UserError
 from fibottention.models.neighborhood_registry import is_neighborhood_model, neighborhood_model_names
 from fibottention.patterns.pattern import Pattern
 from fibottention.specs import AttentionSpec, fit_macs, make_spec, spec_names
-from fibottention.tasks.classification.options import spec_options
+from fibottention.tasks.options import spec_options
 from fibottention.training.run import write_atomically
 
 __all__ = ["run"]

@@ -17,7 +17,7 @@ from fibottention.analysis.receptive_field import LevelField, draw_fields, level
 from fibottention.cli.options import CommandParser, check_output, make_console
 from fibottention.errors import UserError
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
-from fibottention.tasks.classification.options import spec_options
+from fibottention.tasks.options import spec_options
 from fibottention.training.run import write_atomically
 
 __all__ = ["run"]
@@ -58,7 +58,7 @@ def run(words: list[str]) -> int:
     height, width = (size[0], size[-1])
     model = _make(arguments.model, options, (height, width))
     parameters = sum(p.numel() for p in model.parameters())
-    macs = whole_model_macs(model, (height, width), model.in_chans)
+    macs = whole_model_macs(model, (model.in_chans, height, width))
     fields = level_fields(model, (height, width))
     title = f"{arguments.model} at {height} x {width} pixels, kernel {model.kernel_size}"
     write_atomically(picture, lambda path: draw_fields(fields, path, title))

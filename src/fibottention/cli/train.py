@@ -11,9 +11,10 @@ from rich.table import Table
 
 from fibottention.cli.options import describe_specs, is_main_process, make_console, stop_politely
 from fibottention.errors import UserError
-from fibottention.tasks.classification.config import ClassificationConfig
-from fibottention.tasks.classification.options import classification_config, group_parser, load_recipe
-from fibottention.tasks.classification.runs import load_config, train_classification
+from fibottention.tasks.config import TaskConfig
+from fibottention.tasks.kinds import config_class, task_kind
+from fibottention.tasks.options import group_parser, load_recipe, make_config
+from fibottention.tasks.runs import load_config, train_run
 from fibottention.training.run import Run
 
 __all__ = ["run"]
@@ -24,7 +25,7 @@ _USAGE = """usage: fibottention train [RECIPE.yaml] [--group.option value ...]
 Without arguments, trains a small vision transformer with Fibottention and the same model with dense attention on the
 embedded images, and compares them; options change this demo, and with --attention.name its model is trained once, with
 that attention. RECIPE is a file or the name of a shipped recipe. With --data.name, --data.root or --model.name and no
-RECIPE, one model is trained with the defaults below.
+RECIPE, one model is trained with the defaults below. RECIPE --help shows the options of that recipe's task.
 
 attention (--attention.name NAME and its options, with defaults):
   none                 leave the model as it is
@@ -34,7 +35,9 @@ attention (--attention.name NAME and its options, with defaults):
 def run(words: list[str]) -> int:
     """Run the command; returns the exit code."""
     if "-h" in words or "--help" in words:
-        groups = group_parser("fibottention train").format_help().split("\n\n", 1)[1]
+        recipe = load_recipe(words[0]) if words and not words[0].startswith("-") else {}
+        options = config_class(str(recipe.get("task", "classification")))
+        groups = group_parser("fibottention train", options).format_help().split("\n\n", 1)[1]
         sys.stdout.write(f"{_USAGE}{describe_specs()}\n\n{groups}")
         return 0
     stop_politely()
@@ -49,7 +52,7 @@ def run(words: list[str]) -> int:
     command = shlex.join(["fibottention", "train", *([recipe_name] if recipe_name else []), *words])
     if recipe_name is None and not own and not chooses_attention:
         return _demo(recipe, words, command, console)
-    config = classification_config(recipe, words)
+    config = make_config(recipe, words)
     folder = config.train.output or _new_folder(f"{Path(recipe_name or 'run').stem}-{config.attention['name']}")
     return _train(config, folder, command, console)
 
@@ -73,14 +76,15 @@ def _resume(words: list[str], console: Console) -> int:
     return _train(load_config(run), flat[1], None, console)
 
 
-def _train(config: ClassificationConfig, folder: str, command: str | None, console: Console) -> int:
+def _train(config: TaskConfig, folder: str, command: str | None, console: Console) -> int:
     try:
-        summary = train_classification(config, folder, command=command, console=console)
+        summary = train_run(config, folder, command=command, console=console)
     except KeyboardInterrupt:
         return _stopped("continue with", folder)
     if summary is not None:
+        name, label = next(iter(task_kind(config.task).metrics.items()))
         console.print(
-            f"best top-1 {summary['top1']:.2f} % after epoch {summary['best_epoch']}; run in {folder}; "
+            f"best {label} {summary[name]:.2f} % after epoch {summary['best_epoch']}; run in {folder}; "
             f"next: fibottention report {shlex.quote(folder)}",
             soft_wrap=True,
         )
@@ -91,15 +95,15 @@ def _demo(recipe: dict[str, Any], words: list[str], command: str, console: Conso
     """Train the recipe with Fibottention and with dense attention, and compare."""
     from fibottention.analysis.report import write_report
 
-    parent = classification_config(recipe, words).train.output or _new_folder("demo")
+    parent = make_config(recipe, words).train.output or _new_folder("demo")
     names = ("fibottention", "dense")
-    configs = {name: classification_config(recipe, [*words, f"--attention.name={name}"]) for name in names}
+    configs = {name: make_config(recipe, [*words, f"--attention.name={name}"]) for name in names}
     summaries: dict[str, dict[str, Any]] = {}
     for name, config in configs.items():
         folder = str(Path(parent) / name)
         console.rule(f"{config.model.name} with {name} attention")
         try:
-            summary = train_classification(config, folder, command=command, console=console)
+            summary = train_run(config, folder, command=command, console=console)
         except KeyboardInterrupt:
             return _stopped("continue this run with", folder)
         if summary is not None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from fibottention.errors import UserError
 from fibottention.specs import nearest
-from fibottention.tasks.classification.config import ClassificationConfig
-from fibottention.tasks.classification.options import (
-    OPTION_GROUPS,
-    classification_config,
+from fibottention.tasks.config import TaskConfig
+from fibottention.tasks.options import (
     load_recipe,
+    make_config,
     merge_options,
+    option_groups,
     read_yaml_file,
     shipped_recipes,
 )
@@ -39,7 +39,7 @@ class PlannedRun:
     setting: str
     variant: str
     seed: int
-    config: ClassificationConfig
+    config: TaskConfig
     path: str
 
 
@@ -101,12 +101,12 @@ def load_study(
     path = _find(name)
     content = read_yaml_file(path, "study")
     for key in content:
-        if key not in (*_KEYS, *OPTION_GROUPS):
-            valid = [*_KEYS, *OPTION_GROUPS]
+        if key not in (*_KEYS, *option_groups()):
+            valid = [*_KEYS, *option_groups()]
             raise UserError(f"the study {path} has an unknown entry {key!r}{nearest(str(key), valid)}")
     if quick:
         content = _quick(content, path)
-    _check_groups({"": _groups(content)}, path, "the options", OPTION_GROUPS)
+    _check_groups({"": _groups(content)}, path, "the options", option_groups())
     for option in ("seed", "output"):
         if option in content.get("train", {}):
             raise UserError(f"the study {path} must not hold train.{option}, which differs from run to run")
@@ -120,13 +120,12 @@ def load_study(
     if reference not in variants:
         raise UserError(f"reference: no variant is named {reference!r}{nearest(reference, list(variants))}")
     settings = content.get("settings") or {"": {}}
-    _check_groups(settings, path, "settings", ("base", *OPTION_GROUPS))
+    _check_groups(settings, path, "settings", ("base", *option_groups()))
     settings = {str(name): options for name, options in settings.items()}
     for name in settings:
         if content.get("settings") and not _slug(name):
             raise UserError(f"the study {path} has a setting named {name!r}; names need a letter or a digit")
     _check_overrides(overrides, variants)
-    classification_config({}, list(overrides))  # a mistake in these is no variant's
 
     used: set[str] = set()
     runs = []
@@ -135,9 +134,10 @@ def load_study(
         base = own.pop("base", content.get("base"))
         common = {} if base is None else _base(base, path)
         common = merge_options(merge_options(common, _groups(content)), own)
+        make_config({"task": common.get("task", "classification")}, list(overrides))  # a mistake here is no variant's
         for variant, options in variants.items():
             try:
-                config = classification_config(merge_options(common, options), list(overrides))
+                config = make_config(merge_options(common, options), list(overrides))
             except UserError as error:
                 raise UserError(f"variant {variant!r} of the study {path}: {error}") from error
             if config.data.name in (roots or {}):
@@ -184,17 +184,17 @@ def _quick(content: dict[str, Any], path: Path) -> dict[str, Any]:
     quick = content["quick"]
     if not isinstance(quick, dict):
         raise UserError(f"'quick' of the study {path} must hold options, got {quick!r:.80}")
-    _check_groups({"": _groups(quick)}, path, "quick", OPTION_GROUPS)
-    _check_groups({"": _groups(content)}, path, "the options", OPTION_GROUPS)
+    _check_groups({"": _groups(quick)}, path, "quick", option_groups())
+    _check_groups({"": _groups(content)}, path, "the options", option_groups())
     for key in quick:
-        if key == "quick" or key not in (*_KEYS, *OPTION_GROUPS):
+        if key == "quick" or key not in (*_KEYS, *option_groups()):
             raise UserError(f"the study {path} has an unknown entry {key!r} in 'quick'")
-    rest = {key: value for key, value in content.items() if key not in OPTION_GROUPS}
+    rest = {key: value for key, value in content.items() if key not in option_groups()}
     return {**rest, **quick, **merge_options(_groups(content), _groups(quick))}
 
 
 def _groups(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {group: content[group] for group in OPTION_GROUPS if group in content}
+    return {group: content[group] for group in option_groups() if group in content}
 
 
 def _base(name: Any, path: Path) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _base(name: Any, path: Path) -> dict[str, Any]:
 def _variants(content: dict[str, Any], path: Path) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     """Options by variant, and the grid's values by variant."""
     named = content.get("variants") or {}
-    _check_groups(named, path, "variants", OPTION_GROUPS)
+    _check_groups(named, path, "variants", option_groups())
     variants = {str(name): options for name, options in named.items()}
     if len(variants) < len(named):
         raise UserError(f"the study {path} has two variants of one name among {', '.join(map(repr, named))}")
@@ -214,7 +214,7 @@ def _variants(content: dict[str, Any], path: Path) -> tuple[dict[str, dict[str, 
         raise UserError(f"grid of the study {path} must hold lists of values by option, got {grid!r:.80}")
     for option in grid:
         group, dot, name = str(option).partition(".")
-        if group not in OPTION_GROUPS or not dot or "." in name:
+        if group not in option_groups() or not dot or "." in name:
             raise UserError(f"grid of the study {path} must name options as attention.scale, got {option!r}")
     cells = {}
     for values in itertools.product(*grid.values()) if grid else ():

@@ -16,8 +16,8 @@ from fibottention.errors import DivergedError, UserError
 from fibottention.studies.plan import PlannedRun, Study
 from fibottention.studies.plots import curves_figure, results_figure
 from fibottention.studies.results import VariantResult, collect, table_rows, to_markdown
-from fibottention.tasks.classification.config import ClassificationConfig
-from fibottention.tasks.classification.runs import check_classification, load_config, train_classification
+from fibottention.tasks.config import TaskConfig
+from fibottention.tasks.runs import check_run, load_config, train_run
 from fibottention.training.run import Run, write_atomically, write_figure
 
 try:
@@ -100,8 +100,9 @@ def _is_finished(planned: PlannedRun, folder: Path) -> bool:
         differing = [
             f"{group}.{option}"
             for group, options in wanted.items()
+            if isinstance(options, dict)
             for option, value in options.items()
-            if saved[group].get(option) != value
+            if saved.get(group, {}).get(option) != value
         ]
         raise UserError(
             f"{run.folder} holds a run with other options than the study has now ({', '.join(differing)}); name "
@@ -120,7 +121,7 @@ def _launch(planned: PlannedRun) -> dict[str, str]:
     return {"processes": os.environ.get("WORLD_SIZE", "1"), "mixed precision": precision}
 
 
-def _essence(config: ClassificationConfig) -> dict[str, Any]:
+def _essence(config: TaskConfig) -> dict[str, Any]:
     """The options that can change a result."""
     return replace(
         config,
@@ -146,7 +147,7 @@ def _check_start(pending: Sequence[PlannedRun]) -> None:
         if (planned.setting, planned.variant) not in seen:
             seen.add((planned.setting, planned.variant))
             try:
-                check_classification(planned.config)
+                check_run(planned.config)
             except UserError as error:
                 where = f"variant {planned.variant!r}" + (f" in {planned.setting!r}" if planned.setting else "")
                 hint = (
@@ -164,7 +165,7 @@ def _run(planned: PlannedRun, folder: Path, command: str, console: Console, main
         # What a kill before the end of the first epoch leaves behind holds nothing.
         shutil.rmtree(run.folder, ignore_errors=True)
     try:
-        train_classification(planned.config, run.folder, command=None if begun else command, console=console)
+        train_run(planned.config, run.folder, command=None if begun else command, console=console)
     except DivergedError as error:
         console.print(f"this run is left out: {error}", soft_wrap=True)
         if main_process:

@@ -58,7 +58,7 @@ class TrainConfig:
 
     Attributes:
         epochs: Passes over the training data.
-        batch_size: Images per step and process.
+        batch_size: Samples per step and process.
         gradient_accumulation: Steps per update of the weights.
         seed: Seed of the weights, the order of the data, augmentation and dropout.
         device: auto, cpu, cuda or mps; auto takes a GPU where there is one.

@@ -55,6 +55,7 @@ class Task(Protocol):
         val_loader: Batches for evaluation.
         is_stream: Whether the loaders divide their data among the processes by themselves.
         main_metric: Name of the metric that chooses the best epoch; larger is better.
+        sample_name: What the samples are called, in the plural.
     """
 
     model: nn.Module
@@ -62,6 +63,7 @@ class Task(Protocol):
     val_loader: DataLoader[Any]
     is_stream: bool
     main_metric: str
+    sample_name: str
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the data of an epoch, from 0."""
@@ -322,7 +324,7 @@ class Trainer:
                     step_times.append((now - mark) / (step + 1 - last_timed))
                 mark, last_timed = now, step + 1
                 rate = samples / (now - start)
-                progress.update(bar, status=f"loss {value:.3f}  {rate:.0f} images/s")
+                progress.update(bar, status=f"loss {value:.3f}  {rate:.1f} {self.task.sample_name}/s")
                 if writer is not None:
                     writer.add_scalar("train/loss_step", value, update)
         seconds = time.perf_counter() - start
@@ -333,7 +335,7 @@ class Trainer:
             "train_loss": all_losses.mean().item(),
             "loss_curve": [part.mean().item() for part in all_losses.tensor_split(min(_CURVE_POINTS, len(losses)))],
             "train_seconds": seconds,
-            "images_per_second": samples / seconds,
+            "samples_per_second": samples / seconds,
             "step_milliseconds": 1000 * sorted(step_times)[len(step_times) // 2],
         }
 
@@ -362,7 +364,7 @@ class Trainer:
         numbers = "  ".join(f"{name} {number:.4g}" for name, number in evaluation.metrics.items())
         self.console.print(
             f"epoch {self.epoch}/{self.train.epochs}  loss {record['train_loss']:.4f}  {numbers}  "
-            f"{record['images_per_second']:.0f} images/s",
+            f"{record['samples_per_second']:.1f} {self.task.sample_name}/s",
             highlight=False,
         )
         if self.accelerator.is_main_process:
@@ -415,7 +417,9 @@ class Trainer:
             return
         path = self.run.folder / "unreadable.txt"
         path.write_text("".join(f"{name}\n" for name in names))
-        self.console.print(f"{len(names)} images could not be read (listed in {path}):", highlight=False)
+        self.console.print(
+            f"{len(names)} {self.task.sample_name} could not be read (listed in {path}):", highlight=False
+        )
         for name in names[:10]:
             self.console.print(f"  {name}", highlight=False, soft_wrap=True)
         if len(names) > 10:

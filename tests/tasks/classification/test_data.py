@@ -97,7 +97,7 @@ def test_a_folder_of_unreadable_images_is_an_error(tmp_path):
     root = photo_folder(tmp_path)
     for path in (root / "train").rglob("*.*"):
         path.write_bytes(b"broken")
-    with pytest.raises(UserError, match="cannot read 20 images in a row"):
+    with pytest.raises(UserError, match="cannot read 20 samples in a row"):
         list(ClassificationData(config(root)).train_loader)
 
 

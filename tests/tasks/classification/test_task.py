@@ -6,9 +6,11 @@ from accelerate import Accelerator
 from fibottention import Dense, Fibottention
 from fibottention.errors import UserError
 from fibottention.layers import PatternAttention
-from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, ModelConfig, attention_spec
-from fibottention.tasks.classification.options import classification_config, load_recipe
-from fibottention.tasks.classification.task import ClassificationTask, build_model, load_into
+from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, ModelConfig
+from fibottention.tasks.classification.task import ClassificationTask, build_model
+from fibottention.tasks.config import attention_spec
+from fibottention.tasks.options import load_recipe, make_config
+from fibottention.tasks.weights import load_into
 from tests.pictures import photo_folder
 from tests.tiny import tiny_config
 
@@ -146,7 +148,7 @@ def shipped_recipes():
     from pathlib import Path
 
     paths = sorted(Path("recipes").resolve().glob("[a-z]*.yaml"))
-    return {path.stem: (classification_config(load_recipe(path.stem)), path.read_text()) for path in paths}
+    return {path.stem: (make_config(load_recipe(path.stem)), path.read_text()) for path in paths}
 
 
 def test_recipes_of_fibottention_have_the_published_settings():
@@ -241,20 +243,20 @@ def test_recipes_of_sata_have_the_published_settings():
 
 
 def test_nat_and_dinat_are_left_as_they_are_unless_told():
-    assert classification_config({}, ["--model.name", "dinat_mini"]).attention == {"name": "none"}
-    assert classification_config({"model": {"name": "nat_tiny"}}).attention == {"name": "none"}
-    told = classification_config({}, ["--model.name", "dinat_mini", "--attention.name", "dense"])
+    assert make_config({}, ["--model.name", "dinat_mini"]).attention == {"name": "none"}
+    assert make_config({"model": {"name": "nat_tiny"}}).attention == {"name": "none"}
+    told = make_config({}, ["--model.name", "dinat_mini", "--attention.name", "dense"])
     assert told.attention["name"] == "dense"
 
 
 def test_recipes_and_overrides():
     recipe = load_recipe("vit_base_cifar10")
-    config = classification_config(recipe, ["--optim.lr", "0.5", "--attention.w_max=30", "--data.strict=true"])
+    config = make_config(recipe, ["--optim.lr", "0.5", "--attention.w_max=30", "--data.strict=true"])
     assert (config.optim.lr, config.attention["w_max"], config.data.strict) == (0.5, 30, True)
-    other = classification_config(recipe, ["--attention.name", "longformer"])
+    other = make_config(recipe, ["--attention.name", "longformer"])
     assert other.attention == {"name": "longformer", "window": 1, "global_tokens": 0}
-    assert classification_config({}) == ClassificationConfig(attention=Fibottention().to_dict())
-    again = classification_config(config.to_dict())
+    assert make_config({}) == ClassificationConfig(attention=Fibottention().to_dict())
+    again = make_config(config.to_dict())
     assert again == config
 
 
@@ -274,7 +276,7 @@ def test_recipes_and_overrides():
 )
 def test_bad_options_are_named(words, message):
     with pytest.raises(UserError, match=message):
-        classification_config({}, words)
+        make_config({}, words)
 
 
 def test_bad_recipes_are_named(tmp_path):
@@ -291,7 +293,7 @@ def test_bad_recipes_are_named(tmp_path):
         path = tmp_path / "r.yaml"
         path.write_text(text)
         with pytest.raises(UserError, match=message):
-            classification_config(load_recipe(str(path)))
+            make_config(load_recipe(str(path)))
     with pytest.raises(UserError, match="no shipped recipe; did you mean 'vit_base_cifar10"):
         load_recipe("vit_bse_cifar10")
 

@@ -1,13 +1,13 @@
 """Options of image classification."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from fibottention.errors import UserError
-from fibottention.specs import AttentionSpec, make_spec
-from fibottention.training.config import OptimConfig, TrainConfig
+from fibottention.models.neighborhood_registry import is_neighborhood_model
+from fibottention.tasks.config import Range, TaskConfig
 
-__all__ = ["AugmentConfig", "ClassificationConfig", "DataConfig", "ModelConfig", "attention_spec", "check_ranges"]
+__all__ = ["AugmentConfig", "ClassificationConfig", "DataConfig", "ModelConfig"]
 
 
 @dataclass
@@ -104,7 +104,7 @@ class AugmentConfig:
 
 
 @dataclass
-class ClassificationConfig:
+class ClassificationConfig(TaskConfig):
     """All options of an image classification run.
 
     Attributes:
@@ -116,87 +116,35 @@ class ClassificationConfig:
         train: Training loop.
     """
 
+    task: ClassVar[str] = "classification"
+    ranges: ClassVar[tuple[Range, ...]] = (
+        ("data.image_size", 1, None),
+        ("data.limit", 1, None),
+        ("model.drop_path", 0, 0.99),
+        ("model.drop", 0, 0.99),
+        ("model.match_macs", 1e-6, 1),
+        ("augment.flip", 0, 1),
+        ("augment.color_jitter", 0, None),
+        ("augment.repeats", 1, None),
+        ("augment.random_erasing", 0, 1),
+        ("augment.mixup", 0, None),
+        ("augment.cutmix", 0, None),
+        ("augment.mix_probability", 0, 1),
+        ("augment.label_smoothing", 0, 0.99),
+    )
+
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    attention: dict[str, Any] = field(default_factory=lambda: {"name": "fibottention"})
-    optim: OptimConfig = field(default_factory=OptimConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The options as plain data for YAML."""
-        return _plain(asdict(self))
+    def settle(self, chosen: set[str]) -> None:
+        """See `TaskConfig`; NAT and DiNAT have an attention of their own."""
+        if "attention" not in chosen and is_neighborhood_model(self.model.name):
+            self.attention = {"name": "none"}
 
-
-def attention_spec(options: dict[str, Any]) -> AttentionSpec | None:
-    """The spec of the attention options, None for the name ``none``.
-
-    Raises:
-        UserError: If a name or field is not valid.
-    """
-    if str(options.get("name", "")).lower() in ("none", ""):
-        if len(options) > 1:
-            raise UserError(f"attention.name=none leaves the model as it is and takes no options, got {options}")
-        return None
-    try:
-        return make_spec(options)
-    except ValueError as error:
-        raise UserError(f"attention: {error}") from error
-
-
-# Option, smallest and largest value; None is no bound. A value of null is always allowed.
-_RANGES: tuple[tuple[str, float | None, float | None], ...] = (
-    ("data.image_size", 1, None),
-    ("data.workers", 0, None),
-    ("data.limit", 1, None),
-    ("model.drop_path", 0, 0.99),
-    ("model.drop", 0, 0.99),
-    ("model.match_macs", 1e-6, 1),
-    ("optim.weight_decay", 0, None),
-    ("optim.momentum", 0, 1),
-    ("optim.decay_epochs", 1e-6, None),
-    ("optim.clip_grad", 1e-12, None),
-    ("optim.layer_decay", 1e-6, 1),
-    ("optim.lr", 0, None),
-    ("optim.base_lr", 0, None),
-    ("optim.warmup_lr", 0, None),
-    ("optim.min_lr", 0, None),
-    ("augment.flip", 0, 1),
-    ("augment.color_jitter", 0, None),
-    ("augment.repeats", 1, None),
-    ("augment.random_erasing", 0, 1),
-    ("augment.mixup", 0, None),
-    ("augment.cutmix", 0, None),
-    ("augment.mix_probability", 0, 1),
-    ("augment.label_smoothing", 0, 0.99),
-    ("train.epochs", 1, None),
-    ("train.batch_size", 1, None),
-    ("train.gradient_accumulation", 1, None),
-    ("train.seed", 0, None),
-)
-
-
-def check_ranges(config: ClassificationConfig) -> None:
-    """Check that the numbers of a configuration are in their ranges.
-
-    Raises:
-        UserError: Naming the first option that is not.
-    """
-    for option, low, high in _RANGES:
-        group, name = option.split(".")
-        value = getattr(getattr(config, group), name)
-        if value is None or ((low is None or value >= low) and (high is None or value <= high)):
-            continue
-        allowed = f"at least {low:g}" if high is None else f"in {low:g} .. {high:g}"
-        raise UserError(f"{option} must be {allowed}, got {value}")
-    low, high = config.augment.scale
-    if not 0 < low <= high <= 1:
-        raise UserError(f"augment.scale must be two numbers 0 < low <= high <= 1, got {[low, high]}")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+    def check(self) -> None:
+        """See `TaskConfig`."""
+        super().check()
+        low, high = self.augment.scale
+        if not 0 < low <= high <= 1:
+            raise UserError(f"augment.scale must be two numbers 0 < low <= high <= 1, got {[low, high]}")

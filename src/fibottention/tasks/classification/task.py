@@ -1,16 +1,13 @@
 """Image classification: model, loss and metrics."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import timm
-import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from timm.data import Mixup
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from fibottention.adapters.report import SparsifyReport
 from fibottention.adapters.timm import sparsify
@@ -18,12 +15,16 @@ from fibottention.errors import UserError
 from fibottention.models.neighborhood_checkpoints import convert_checkpoint
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
 from fibottention.specs import AttentionSpec, Dense, fit_share, nearest
-from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, attention_spec
+from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig
 from fibottention.tasks.classification.data import ClassificationData
-from fibottention.training.engine import Evaluation
-from fibottention.training.run import load_weights
+from fibottention.tasks.config import attention_spec
+from fibottention.tasks.recognition import RecognitionTask
+from fibottention.tasks.weights import load_into
+from fibottention.training.run import Run, load_weights
 
-__all__ = ["ClassificationTask", "build_model", "load_into"]
+__all__ = ["ClassificationTask", "build_model"]
+
+_SAMPLES = 6
 
 
 def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Module, SparsifyReport | None]:
@@ -88,133 +89,56 @@ def _create(name: str, pretrained: bool, options: dict[str, Any], image_size: in
     raise AssertionError("unreachable")
 
 
-def load_into(model: nn.Module, weights: dict[str, Tensor], source: object, *, new_classifier: bool = False) -> None:
-    """Load weights into a model, or say which do not fit.
+class ClassificationTask(RecognitionTask):
+    """Image classification for the `Trainer`; see `RecognitionTask`."""
 
-    Args:
-        model: The model.
-        weights: Tensors by name.
-        source: What to call the weights in a message.
-        new_classifier: Leave out classifier weights of another shape (another number of classes).
+    sample_name = "images"
 
-    Raises:
-        UserError: If names or shapes differ.
-    """
-    own = model.state_dict()
-    classifier = getattr(model, "default_cfg", {}).get("classifier") or ()
-    heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-
-    def is_classifier(name: str) -> bool:
-        return new_classifier and any(name.startswith(f"{head}.") for head in heads)
-
-    kept = {k: v for k, v in weights.items() if not (is_classifier(k) and k in own and own[k].shape != v.shape)}
-    missing = [k for k in own if k not in kept and not is_classifier(k)]
-    unexpected = [k for k in kept if k not in own]
-    shapes = [k for k in kept if k in own and own[k].shape != kept[k].shape]
-    problems = []
-    for label, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes)):
-        if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            problems.append(f"{len(names)} {label} ({shown})")
-    if problems:
-        raise UserError(f"the weights in {source} do not fit {type(model).__name__}: {'; '.join(problems)}")
-    model.load_state_dict(kept, strict=False)
-
-
-class ClassificationTask:
-    """Image classification for the `Trainer`; see `fibottention.training.engine.Task`.
-
-    Args:
-        config: All options.
-        train: Whether training images are needed.
-        model: The model; made from the configuration if None.
-    """
-
-    main_metric = "top1"
-
-    def __init__(self, config: ClassificationConfig, *, train: bool = True, model: nn.Module | None = None) -> None:
-        self.data = ClassificationData(config, train=train)
-        self.num_classes = len(self.data.classes)
-        if self.num_classes < 2:
-            raise UserError(f"the data have only one class ({self.data.classes[0]}); classification needs at least 2")
-        self.sparsify_report: SparsifyReport | None = None
-        if model is None:
-            # Weights are drawn in a fork of the generator, so the same seed gives the same weights whatever ran before.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(config.train.seed)
-                model, self.sparsify_report = build_model(config, self.num_classes)
-        self.model = model
-        self.train_loader, self.val_loader = self.data.train_loader, self.data.val_loader
-        self.is_stream = self.data.is_stream
+    def __init__(self, config: ClassificationConfig, **options: Any) -> None:
+        super().__init__(config, **options)
         self.label_smoothing = config.augment.label_smoothing
         self.mixup = _mixup(config.augment, self.num_classes, config.train.batch_size)
-        self._noted: list[tuple[Tensor, bool]] = []
-        self._unreadable: set[tuple[int, bool]] = set()
+        self.input_shape = (config.model.in_chans, config.data.image_size, config.data.image_size)
 
-    def set_epoch(self, epoch: int) -> None:
-        """See `Task`."""
-        self.unreadable()  # takes up what the last epoch noted
-        self.data.set_epoch(epoch)
+    @staticmethod
+    def make_data(config: ClassificationConfig, train: bool, classes: Sequence[str] | None) -> ClassificationData:
+        """See `RecognitionTask`."""
+        return ClassificationData(config, train=train)
 
-    def batch_length(self, batch: list[Tensor]) -> int:
-        """See `Task`."""
-        return len(batch[1])
+    @staticmethod
+    def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Module, SparsifyReport | None]:
+        """See `RecognitionTask`."""
+        return build_model(config, num_classes)
 
     def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
         """See `Task`."""
         images, targets, unreadable = batch
-        self._note(unreadable, train=True)
+        self.note(unreadable, train=True)
         smoothing = self.label_smoothing
         if self.mixup is not None:
             images, targets = self.mixup(images, targets)
             smoothing = 0.0
         return F.cross_entropy(model(images), targets, label_smoothing=smoothing)
 
-    def evaluate(self, model: nn.Module, batches: Iterator[list[Tensor]], accelerator: Accelerator) -> Evaluation:
-        """Top-1, top-5, loss and confusion matrix over the images that can be read."""
-        classes, device = self.num_classes, accelerator.device
-        # Every process sees all gathered images, so the metrics must not be added up over processes again.
-        common: dict[str, Any] = {"num_classes": classes, "validate_args": False, "sync_on_compute": False}
-        top1 = MulticlassAccuracy(average="micro", **common).to(device)
-        top5 = MulticlassAccuracy(average="micro", top_k=min(5, classes), **common).to(device)
-        confusion = MulticlassConfusionMatrix(**common).to(device)
-        loss_sum, count = 0.0, 0
-        for images, targets, unreadable in batches:
-            self._note(unreadable, train=False)
-            logits = model(images).float()
-            # Gathering drops the images that were repeated to fill the last batch of all processes.
-            logits, targets = accelerator.gather_for_metrics((logits, targets))
-            readable = targets >= 0
-            logits, targets = logits[readable], targets[readable]
-            if not len(targets):
-                continue
-            loss_sum += F.cross_entropy(logits, targets, reduction="sum").item()
-            count += len(targets)
-            for metric in (top1, top5, confusion):
-                metric.update(logits, targets)
-        if not count:
-            raise UserError("none of the validation images could be read")
-        return Evaluation(
-            {
-                "val_loss": loss_sum / count,
-                "top1": 100 * float(top1.compute()),
-                "top5": 100 * float(top5.compute()),
-            },
-            {"images": count, "classes": self.data.classes, "confusion": confusion.compute().tolist()},
-        )
-
-    def _note(self, unreadable: Tensor, train: bool) -> None:
-        # Looking at the numbers now would wait for the device in every step.
-        self._noted.append((unreadable, train))
-
-    def unreadable(self) -> list[str]:
-        """See `Task`."""
-        for train in (False, True):
-            noted = [tensor for tensor, of_train in self._noted if of_train == train]
-            if noted:
-                self._unreadable.update((i, train) for i in torch.cat(noted).unique().tolist() if i >= 0)
-        self._noted.clear()
-        return sorted(self.data.name(index, train) for index, train in self._unreadable)
+    def save_samples(self, run: Run) -> None:
+        """See `RecognitionTask`."""
+        if self.is_stream:
+            return
+        source, classes, saved = self.data.val_dataset.source, self.data.classes, []
+        looked_at = min(len(source), 200)
+        for i in range(looked_at):
+            if len(saved) == _SAMPLES:
+                break
+            try:
+                image, target = source.load(i * len(source) // looked_at)
+            except Exception:
+                continue  # reported by the evaluation
+            if classes[target] not in [entry["class"] for entry in saved]:
+                path = run.folder / "samples" / f"{len(saved)}.png"
+                path.parent.mkdir(exist_ok=True)
+                image.convert("RGB").save(path)
+                saved.append({"file": f"samples/{path.name}", "class": classes[target]})
+        run.write_json("samples.json", saved)
 
 
 def _mixup(augment: AugmentConfig, num_classes: int, batch_size: int) -> Mixup | None:

@@ -12,30 +12,37 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from fibottention.errors import UserError
-from fibottention.models.neighborhood_registry import is_neighborhood_model
 from fibottention.specs import nearest
-from fibottention.tasks.classification.config import ClassificationConfig, attention_spec
+from fibottention.tasks.config import TaskConfig, attention_spec
+from fibottention.tasks.kinds import config_class, task_names
 
 __all__ = [
-    "OPTION_GROUPS",
-    "classification_config",
     "group_parser",
     "load_recipe",
+    "make_config",
     "merge_options",
+    "option_groups",
     "read_yaml_file",
     "shipped_recipes",
     "spec_options",
 ]
 
-_GROUPS = ("data", "model", "optim", "augment", "train")
-OPTION_GROUPS = (*_GROUPS, "attention")
+_RECIPE_FOLDERS = ("video",)
 
 
-def group_parser(prog: str) -> ArgumentParser:
-    """Parser of the option groups of a classification run, without ``attention``."""
+def option_groups() -> tuple[str, ...]:
+    """Names of the groups of options that some task has, ``attention`` and other specs included."""
+    found: dict[str, None] = {}
+    for name in task_names():
+        found.update(dict.fromkeys((*config_class(name).groups(), *config_class(name).spec_groups())))
+    return tuple(found)
+
+
+def group_parser(prog: str, config: type[TaskConfig]) -> ArgumentParser:
+    """Parser of the option groups of a task, without its attention specs."""
     parser = ArgumentParser(prog=prog, exit_on_error=False, add_help=False, default_env=False)
-    defaults = ClassificationConfig()
-    for group in _GROUPS:
+    defaults = config()
+    for group in config.groups():
         default = getattr(defaults, group)
         parser.add_argument(f"--{group}", type=type(default), default=default)
     return parser
@@ -55,21 +62,32 @@ def load_recipe(name: str, seen: int = 0) -> dict[str, Any]:
     """
     path = Path(name)
     if not path.is_file():
-        shipped = shipped_recipes()
-        stem = path.name.removesuffix(".yaml")
-        if (path.suffix and path.name != name) or stem not in shipped:
-            known = [word for word in shipped if not word.startswith("_")]
-            raise UserError(f"there is no recipe {name!r}: no such file, and no shipped recipe{nearest(stem, known)}")
-        path = shipped[stem]
+        path = _shipped(name)
     options = read_yaml_file(path, "recipe")
-    if not all(isinstance(value, dict) for key, value in options.items() if key != "base"):
-        raise UserError(f"the recipe {path} must hold groups of options ({', '.join(OPTION_GROUPS)})")
+    if not all(isinstance(value, dict) for key, value in options.items() if key not in ("base", "task")):
+        raise UserError(f"the recipe {path} must hold groups of options ({', '.join(option_groups())})")
     base = options.pop("base", None)
     if base is None:
         return options
     if not isinstance(base, str) or seen >= 3:
         raise UserError(f"the recipe {path} must name another recipe as its base, at most 3 deep, got {base}")
     return merge_options(load_recipe(str(path.parent / base), seen + 1), options)
+
+
+def _shipped(name: str) -> Path:
+    """The recipe of a name such as ``vit_base_imagenet`` or ``video/nucla_timesformer``."""
+    stem = name.removesuffix(".yaml").removeprefix("recipes/")
+    folder, _, last = stem.rpartition("/")
+    known = {
+        f"{inner}/{word}" if inner else word: path
+        for inner in ("", *_RECIPE_FOLDERS)
+        for word, path in shipped_recipes(inner).items()
+    }
+    is_name = name.removesuffix(".yaml") == name or stem != last  # demo.yaml would be a file in this folder
+    if stem not in known or not is_name or (name.endswith(".yaml") and not folder):
+        listed = [word for word in known if not word.rpartition("/")[2].startswith("_")]
+        raise UserError(f"there is no recipe {name!r}: no such file, and no shipped recipe{nearest(stem, listed)}")
+    return known[stem]
 
 
 def read_yaml_file(path: Path, what: str) -> dict[str, Any]:
@@ -97,7 +115,7 @@ def shipped_recipes(folder: str = "") -> dict[str, Path]:
     Args:
         folder: Folder within that of the recipes.
     """
-    for recipes in (files("fibottention") / "recipes", Path(__file__).parents[4] / "recipes"):
+    for recipes in (files("fibottention") / "recipes", Path(__file__).parents[3] / "recipes"):
         if recipes.is_dir():
             return {path.stem: path for path in sorted((Path(str(recipes)) / folder).glob("*.yaml"))}
     return {}
@@ -107,8 +125,8 @@ def merge_options(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Groups of options, those of ``over`` in the place of those of ``base``; a spec's name replaces the whole spec."""
     merged = dict(base)
     for group, options in over.items():
-        if group == "attention" and "name" in options:
-            merged[group] = options  # another spec has other fields
+        if not isinstance(options, dict) or (group.endswith("attention") and "name" in options):
+            merged[group] = options  # the task's name; another spec, which has other fields
         else:
             merged[group] = dict(base.get(group, {}))
             for option, value in options.items():
@@ -119,60 +137,71 @@ def merge_options(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def classification_config(recipe: dict[str, Any], overrides: list[str] | None = None) -> ClassificationConfig:
+def make_config(recipe: dict[str, Any], overrides: list[str] | None = None) -> TaskConfig:
     """The configuration of a recipe's options and of command-line options, which win.
 
     Args:
-        recipe: Options by group.
+        recipe: Options by group, and the name of the task; image classification if there is none.
         overrides: Words such as ``--optim.lr 1e-3`` or ``--attention.name=longformer``.
 
     Raises:
-        UserError: If a group, option or value is not valid.
+        UserError: If a task, group, option or value is not valid.
     """
-    attention_words, words = spec_options(overrides or [], "--attention.")
-    attention = dict(recipe.get("attention", {"name": "fibottention"}))
-    if "name" in attention_words:
-        attention = {}
-    attention.update(attention_words)
-    chosen = "attention" in recipe or bool(attention_words)
-    attention.setdefault("name", "fibottention")
-    spec = attention_spec(attention)
-    attention = {"name": "none"} if spec is None else spec.to_dict()
+    task = recipe.get("task", "classification")
+    if task not in task_names():
+        raise UserError(f"no task is named {task!r}{nearest(str(task), task_names())}")
+    config = config_class(task)
+    for group, options in recipe.items():
+        if group != "task" and not isinstance(options, dict):
+            raise UserError(f"{group} must hold options, got {options!r}")
+    words, specs, chosen = list(overrides or []), {}, set()
+    for group in config.spec_groups():
+        given, words = spec_options(words, f"--{group}.")
+        options = dict(recipe.get(group, getattr(config(), group)))
+        if "name" in given:
+            options = {}
+        options.update(given)
+        options.setdefault("name", getattr(config(), group)["name"])
+        if group in recipe or given:
+            chosen.add(group)
+        spec = attention_spec(options, group)
+        specs[group] = {"name": "none"} if spec is None else spec.to_dict()
     flat = []
     for group, options in recipe.items():
-        if group == "attention":
+        if group == "task" or group in specs:
             continue
         for option, value in options.items():
             flat.append(f"--{group}.{option}={value if isinstance(value, str) else json.dumps(value, default=str)}")
-    parser = group_parser("fibottention train")
+    parser = group_parser("fibottention train", config)
+    known = _options(config)
     for word in [*flat, *words]:
         option = word.split("=")[0]
         # The parser would take an unambiguous beginning of an option for the option.
-        if option.startswith("--") and option not in _options() and not option.startswith("--model.options."):
-            raise UserError(_unknown(word))
+        if option.startswith("--") and option not in known and not option.startswith("--model.options."):
+            raise UserError(_unknown(word, config))
     try:
         groups = parser.instantiate(parser.parse_args([*flat, *words]))
     except argparse.ArgumentError as error:
         message = str(error)
         if "nrecognized arguments:" in message:
-            raise UserError(_unknown(message.split("arguments:")[1].split()[0])) from error
+            raise UserError(_unknown(message.split("arguments:")[1].split()[0], config)) from error
         raise UserError(_reworded(message)) from error
-    if not chosen and is_neighborhood_model(groups.model.name):
-        attention = {"name": "none"}  # such a model has an attention of its own
-    return ClassificationConfig(**{group: groups[group] for group in _GROUPS}, attention=attention)
+    made = config(**{group: groups[group] for group in config.groups()}, **specs)
+    made.settle(chosen)
+    return made
 
 
-def _unknown(word: str) -> str:
+def _unknown(word: str, config: type[TaskConfig]) -> str:
     option = word.split("=")[0]
     if not option.startswith("--"):
         return f"unexpected word {word!r}; options are written --group.option value"
-    valid = [*_options(), "--attention.name", "--resume"]
+    valid = [*_options(config), *(f"--{group}.name" for group in config.spec_groups()), "--resume"]
     return f"there is no option {option}{nearest(option, valid, 'see fibottention train --help')}"
 
 
-def _options() -> list[str]:
-    defaults = ClassificationConfig()
-    return [f"--{group}.{field.name}" for group in _GROUPS for field in fields(getattr(defaults, group))]
+def _options(config: type[TaskConfig]) -> list[str]:
+    defaults = config()
+    return [f"--{group}.{field.name}" for group in config.groups() for field in fields(getattr(defaults, group))]
 
 
 _TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}

@@ -1,4 +1,4 @@
-"""Whole runs of image classification: train one, open one."""
+"""Whole runs of any task: train one, open one."""
 
 import platform
 import sys
@@ -17,19 +17,19 @@ from torch import nn
 import fibottention
 from fibottention.analysis.cost import whole_model_macs
 from fibottention.errors import UserError
-from fibottention.tasks.classification.config import ClassificationConfig
-from fibottention.tasks.classification.options import classification_config
-from fibottention.tasks.classification.task import ClassificationTask, build_model, load_into
+from fibottention.tasks.config import TaskConfig
+from fibottention.tasks.kinds import task_kind, task_names
+from fibottention.tasks.options import make_config
+from fibottention.tasks.recognition import RecognitionTask
+from fibottention.tasks.weights import load_into
 from fibottention.training.engine import Trainer, make_accelerator
 from fibottention.training.run import Run, load_weights
 
-__all__ = ["check_classification", "environment", "load_config", "load_model", "train_classification"]
-
-_SAMPLES = 6
+__all__ = ["check_run", "environment", "find_run", "load_config", "load_model", "train_run"]
 
 
-def train_classification(
-    config: ClassificationConfig,
+def train_run(
+    config: TaskConfig,
     folder: str | Path,
     *,
     command: str | None = None,
@@ -49,18 +49,18 @@ def train_classification(
     Raises:
         UserError: If an option is not valid or the training data cannot be used.
     """
-    if command is None:
-        Run.open(folder)
+    if command is None and Run.open(folder).checkpoint() is not None:
+        _forget_sources(config)
     out = console or Console(quiet=True)
     accelerator, task, trainer, run = _prepare(config, folder, command is not None, out)
     out = out if accelerator.is_main_process else Console(quiet=True)
     accelerator.wait_for_everyone()
     if command is not None and accelerator.is_main_process:
-        saved = {"task": "classification", **config.to_dict(), "command": command}
+        saved = {**config.to_dict(), "command": command}
         saved["train"]["output"] = str(run.folder)
         run.create(saved)
         run.write_json("environment.json", environment(accelerator))
-        _save_samples(task, run)
+        task.save_samples(run)
     accelerator.wait_for_everyone()
     report = task.sparsify_report
     parameters = sum(p.numel() for p in task.model.parameters())
@@ -68,7 +68,7 @@ def train_classification(
         f"{config.model.name}: {parameters / 1e6:.2f} M parameters, {len(task.data.classes)} classes, "
         f"{accelerator.num_processes} x {accelerator.device.type}"
         + (f", attention {report.density:.2%} of dense" if report else "")
-        + (f" with {report.spec}" if report and config.model.match_macs else ""),
+        + (f" with {report.spec}" if report and getattr(config.model, "match_macs", None) else ""),
         highlight=False,
         soft_wrap=True,
     )
@@ -86,14 +86,13 @@ def train_classification(
     summary = {
         "model": config.model.name,
         "classes": task.data.classes,
-        "top1": best["top1"],
-        "top5": best["top5"],
+        **{name: best[name] for name in task_kind(config.task).metrics},
         "best_epoch": best["epoch"],
         "epochs": len(records),
         "train_seconds": sum(record["train_seconds"] for record in records),
         "step_milliseconds": step_times[len(step_times) // 2],
         "parameters": parameters,
-        "whole_model_macs": whole_model_macs(task.model, config.data.image_size, config.model.in_chans),
+        "whole_model_macs": whole_model_macs(task.model, task.input_shape),
         "environment": run.read_json("environment.json"),
         "attention": None
         if report is None
@@ -110,7 +109,7 @@ def train_classification(
     return summary
 
 
-def check_classification(config: ClassificationConfig) -> None:
+def check_run(config: TaskConfig) -> None:
     """Make everything that a run needs, and train nothing.
 
     Raises:
@@ -120,53 +119,47 @@ def check_classification(config: ClassificationConfig) -> None:
 
 
 def _prepare(
-    config: ClassificationConfig, folder: str | Path, is_new: bool, console: Console
-) -> tuple[Accelerator, ClassificationTask, Trainer, Run]:
+    config: TaskConfig, folder: str | Path, is_new: bool, console: Console
+) -> tuple[Accelerator, RecognitionTask, Trainer, Run]:
     """What a run needs; everything that can be wrong with the options is found before its folder is made."""
     accelerator = make_accelerator(config.train)
     run = Run(broadcast_object_list([str(folder)])[0])  # a name with the time in it may differ among processes
     if is_new:
         run.check_new()
-    task = ClassificationTask(config)
+    task = task_kind(config.task).task(config)
     trainer = Trainer(task, run, config.optim, config.train, accelerator, console)
     return accelerator, task, trainer, run
 
 
-def _save_samples(task: ClassificationTask, run: Run) -> None:
-    """Keep a few validation images, of different classes where they come so, for the report."""
-    if task.is_stream:
-        return
-    source, classes, saved = task.data.val_dataset.source, task.data.classes, []
-    looked_at = min(len(source), 200)
-    for i in range(looked_at):
-        if len(saved) == _SAMPLES:
-            break
-        try:
-            image, target = source.load(i * len(source) // looked_at)
-        except Exception:
-            continue  # reported by the evaluation
-        if classes[target] not in [entry["class"] for entry in saved]:
-            path = run.folder / "samples" / f"{len(saved)}.png"
-            path.parent.mkdir(exist_ok=True)
-            image.convert("RGB").save(path)
-            saved.append({"file": f"samples/{path.name}", "class": classes[target]})
-    run.write_json("samples.json", saved)
-
-
-def load_config(run: Run) -> ClassificationConfig:
+def load_config(run: Run) -> TaskConfig:
     """The configuration of a run.
 
     Raises:
         UserError: If the run's configuration is not valid.
     """
     saved = run.read_yaml()
-    if saved.get("task") != "classification":
-        raise UserError(f"{run.config_path} is not the configuration of an image classification run")
-    groups = {key: value for key, value in saved.items() if key not in ("task", "command")}
-    return classification_config(groups)
+    if saved.get("task") not in task_names():
+        raise UserError(f"{run.config_path} is not the configuration of a run: its task is {saved.get('task')!r}")
+    return make_config({key: value for key, value in saved.items() if key != "command"})
 
 
-def load_model(path: str | Path) -> tuple[nn.Module, ClassificationConfig, list[str], Run]:
+def find_run(path: str | Path) -> Run:
+    """The run of a folder, or of a file or folder in it.
+
+    Raises:
+        UserError: If there is none.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give the folder of a run or a checkpoint in it")
+    here = path.absolute()
+    folder = next((p for p in (here, *here.parents) if (p / "config.yaml").is_file()), None)
+    if folder is None:
+        raise UserError(f"{path} is neither the folder of a run nor a checkpoint in one: there is no config.yaml")
+    return Run.open(folder)
+
+
+def load_model(path: str | Path) -> tuple[nn.Module, TaskConfig, list[str], Run]:
     """The trained model of a run or of a weights file in a run's folder.
 
     Args:
@@ -179,24 +172,23 @@ def load_model(path: str | Path) -> tuple[nn.Module, ClassificationConfig, list[
         UserError: If there is no such run or the weights do not fit.
     """
     path = Path(path)
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give the folder of a run or a checkpoint in it")
+    run = find_run(path)
     if (path / "model.safetensors").is_file():
         path = path / "model.safetensors"
-    here = path.absolute()
-    folder = next((p for p in (here, *here.parents) if (p / "config.yaml").is_file()), None)
-    if folder is None:
-        raise UserError(f"{path} is neither the folder of a run nor a checkpoint in one: there is no config.yaml")
-    run = Run.open(folder)
     config = load_config(run)
     best = run.read_json("best.json")
     if best is None:
-        raise UserError(f"{folder} has no weights yet: no epoch has been finished")
+        raise UserError(f"{run.folder} has no weights yet: no epoch has been finished")
     weights = run.weights() if path.is_dir() else load_weights(path)
-    config.model.pretrained, config.model.checkpoint = False, None
-    model, _ = build_model(config, len(best["classes"]))
+    _forget_sources(config)
+    model, _ = task_kind(config.task).task.build_model(config, len(best["classes"]))
     load_into(model, weights, run.best_path if path.is_dir() else path)
     return model.eval(), config, best["classes"], run
+
+
+def _forget_sources(config: TaskConfig) -> None:
+    """Let the model not start from other weights, which the run's own take the place of."""
+    config.model.pretrained, config.model.checkpoint = type(config.model)().pretrained, None
 
 
 def environment(accelerator: Accelerator) -> dict[str, str]:
