@@ -67,9 +67,12 @@ def run(words: list[str]) -> int:
         *(["forward, ms", "both, ms"] if arguments.measure else []),
     ]
     for column in columns:
-        table.add_column(column, justify="left" if column in ("attention", "spec") else "right")
+        is_name = column in ("attention", "spec")
+        table.add_column(column, justify="left" if is_name else "right", overflow="fold" if is_name else "ellipsis")
     for cost in costs:
         times = [] if cost.forward_ms is None else [f"{cost.forward_ms:.1f}", f"{cost.both_ms:.1f}"]
-        table.add_row(str(cost.frames), cost.kind, cost.spec, f"{cost.pairs:,}", f"{cost.macs / 1e6:,.1f} M", *times)
+        table.add_row(
+            str(cost.frames), cost.kind, cost.spec, f"{cost.pairs / 1e6:.2f} M", f"{cost.macs / 1e9:.2f} G", *times
+        )
     make_console().print(table)
     return 0
