@@ -21,7 +21,7 @@ from fibottention.tasks.options import (
 
 __all__ = ["PlannedRun", "Study", "load_study", "study_names"]
 
-_KEYS = ("title", "base", "seeds", "reference", "settings", "variants", "grid", "quick")
+_KEYS = ("title", "task", "base", "seeds", "reference", "settings", "variants", "grid", "quick")
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def load_study(
 ) -> Study:
     """The study of a YAML file, or of a name that comes with the package.
 
-    The file holds ``title``; ``base``, a recipe; groups of options for all runs, as a recipe does; ``variants``, groups
-    of options by name; ``grid``, lists of values by option, whose combinations are variants too; ``settings``, models
-    and data by name, each with a ``base`` and groups of options; ``seeds``; ``reference``, the variant that the others
-    are compared with; and ``quick``, what is different in the quick version.
+    The file holds ``title``; ``base``, a recipe, or ``task``, the name of a task; groups of options for all runs, as a
+    recipe does; ``variants``, groups of options by name; ``grid``, lists of values by option, whose combinations are
+    variants too; ``settings``, models and data by name, each with a ``base`` and groups of options; ``seeds``;
+    ``reference``, the variant that the others are compared with; and ``quick``, what is different in the quick version.
 
     Args:
         name: File or name.
@@ -133,6 +133,8 @@ def load_study(
         own = dict(setting_options)
         base = own.pop("base", content.get("base"))
         common = {} if base is None else _base(base, path)
+        if "task" in content:
+            common["task"] = content["task"]
         common = merge_options(merge_options(common, _groups(content)), own)
         make_config({"task": common.get("task", "classification")}, list(overrides))  # a mistake here is no variant's
         for variant, options in variants.items():
