@@ -169,7 +169,7 @@ def test_cost(capsys):
         (["train", "video/nucla"], "no shipped recipe; did you mean 'video/nucla_timesformer'?"),
         (["analyze", "run", "--layer", "9"], "--layer must be in 1 .. 2, got 9"),
         (["analyze", "run", "--videos", "recipe.yaml"], "cannot read recipe.yaml: not a video"),
-        (["predict", "run", "set"], "cannot read set: a folder, not a video file"),
+        (["predict", "run", "set"], "cannot read set: a folder, not a video"),
         (["evaluate", "run", "--data.views", "0"], "data.views must be at least 1, got 0"),
         (["evaluate", "run", "--data.num_frames", "8"], "--data.num_frames cannot be changed: the model is made for 4"),
         (["evaluate", "run", "--data.vews", "2"], "there is no option --data.vews; did you mean '--data.views'?"),

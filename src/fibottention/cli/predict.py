@@ -32,7 +32,7 @@ def run(words: list[str]) -> int:
     predictions = []
     for path in arguments.files:
         if not path.is_file():
-            reason = f"a folder, not a {what} file" if path.is_dir() else "no such file"
+            reason = f"a folder, not {'an' if what[0] in 'aeiou' else 'a'} {what}" if path.is_dir() else "no such file"
             raise UserError(f"cannot read {path}: {reason}")
         try:
             sample = read(path)
