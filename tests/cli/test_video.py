@@ -98,6 +98,7 @@ def test_predict_on_a_telephones_file(trained):
     result = run("predict", "run", "my phone.mp4", "videos/down/0.mp4", cwd=folder)
     assert result.returncode == 2
     assert result.stderr == "fibottention: cannot read videos/down/0.mp4: an empty file\n"
+    assert "my phone.mp4" in result.stdout  # what can be read is told all the same
 
 
 def test_analyze_and_report(trained):
@@ -166,6 +167,12 @@ def test_cost(capsys):
         (["train", "recipe.yaml", "--data.root", "empty"], "there is no list train.csv in data.root=empty"),
         (["train", "recipe.yaml", "--data.clip", "3"], "there is no option --data.clip"),
         (["train", "recipe.yaml", "--augment.mixup", "3"], "there is no option --augment.mixup"),
+        (["train", "--task", "vido"], "no task is named 'vido'; did you mean 'video'?"),
+        (["train", "recipe.yaml", "--task", "video"], "--task is for training without a recipe"),
+        (["train", "--task", "video", "--data.root", "empty"], "there is no list train.csv in data.root=empty"),
+        (["train", "--data.root", "videos"], "data.root=videos has no meaning for the embedded images"),
+        (["train", "--model.name", "vivit"], "model.name=vivit is for videos"),
+        (["evaluate", "run", "--temporal_attention.name", "lonformer"], "did you mean 'longformer'?"),
         (["train", "video/nucla"], "no shipped recipe; did you mean 'video/nucla_timesformer'?"),
         (["analyze", "run", "--layer", "9"], "--layer must be in 1 .. 2, got 9"),
         (["analyze", "run", "--videos", "recipe.yaml"], "cannot read recipe.yaml: not a video"),

@@ -12,8 +12,8 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "train": "train a model; without arguments, the demo on embedded images",
-    "evaluate": "evaluate a run or a checkpoint on its validation images",
-    "predict": "classify images with a run",
+    "evaluate": "evaluate a run or a checkpoint on its validation data",
+    "predict": "classify images or videos with a run",
     "benchmark": "time sparse attention against its rivals on this machine",
     "inspect": "show the offsets, density and cost of an attention spec, and draw its masks",
     "analyze": "look into the attention of runs: heads, reach, localisation",
@@ -74,6 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.write(f"fibottention: {error.filename or 'input or output'}: {error.strerror}\n")
         return 2
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        sys.stderr.write("fibottention: a process that loads data was stopped from outside, or ran out of memory\n")
+        return 130
     except KeyboardInterrupt:
         sys.stderr.write("fibottention: stopped\n")
         return 130

@@ -14,10 +14,11 @@ from fibottention.adapters import sparsify
 from fibottention.cli.options import CommandParser, make_console
 from fibottention.errors import UserError
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
-from fibottention.tasks.config import attention_spec
+from fibottention.tasks.config import TaskConfig, attention_spec
 from fibottention.tasks.kinds import task_kind
 from fibottention.tasks.options import make_config, spec_options
 from fibottention.tasks.runs import load_model
+from fibottention.tasks.video.config import VideoConfig
 from fibottention.training.engine import make_accelerator
 
 __all__ = ["run"]
@@ -39,6 +40,7 @@ def run(words: list[str]) -> int:
     parser.add_argument("--dilations", help="dilations of a NAT or DiNAT: gradual, max, null or such as [8,4,2,1]")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     attention, words = spec_options(words, "--attention.")
+    temporal, words = spec_options(words, "--temporal_attention.")
     changed, words = _data_options(words)
     arguments = parser.parse_args(words)
     model, config, classes, _ = load_model(arguments.run)
@@ -53,6 +55,8 @@ def run(words: list[str]) -> int:
         raise UserError("--root has no meaning for this run, whose data are embedded in the package")
     if attention:
         config.attention = _change_attention(model, attention, config.train.seed)
+    if temporal:
+        _change_temporal(model, temporal, config)
     if arguments.dilations is not None:
         _change_dilations(model, arguments.dilations, config.data.image_size)
     if arguments.root is not None:
@@ -140,6 +144,24 @@ def _change_attention(model: nn.Module, options: dict[str, Any], seed: int) -> d
     if added := len(set(model.state_dict()) - before):
         sys.stderr.write(f"fibottention: {added} tensors that {spec.name} learns have their initial values\n")
     return spec.to_dict()
+
+
+def _change_temporal(model: nn.Module, options: dict[str, Any], config: TaskConfig) -> None:
+    """Let a TimeSformer attend over the frames as options say."""
+    spec = attention_spec(options, "temporal_attention") if "name" in options else None
+    if spec is None:
+        raise UserError("--temporal_attention.name must be the name of a spec, such as dense or longformer")
+    if not isinstance(config, VideoConfig):
+        raise UserError("--temporal_attention is for TimeSformer")
+    from fibottention.adapters import timesformer
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.train.seed)
+            timesformer.sparsify(model, None, temporal=spec)
+    except ValueError as error:
+        raise UserError(f"temporal_attention {spec.name}: {error}") from error
+    config.temporal_attention = spec.to_dict()
 
 
 def _change_dilations(model: nn.Module, text: str, image_size: int) -> None:

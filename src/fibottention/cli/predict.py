@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -29,23 +30,33 @@ def run(words: list[str]) -> int:
     kind = task_kind(config.task)
     what = kind.sample.removesuffix("s")
     read = kind.open_input(config)
-    predictions = []
+    predictions, unread = [], []
     for path in arguments.files:
         if not path.is_file():
             reason = f"a folder, not {'an' if what[0] in 'aeiou' else 'a'} {what}" if path.is_dir() else "no such file"
-            raise UserError(f"cannot read {path}: {reason}")
+            unread.append(f"cannot read {path}: {reason}")
+            continue
         try:
             sample = read(path)
         except UserError as error:
-            raise UserError(f"cannot read {path}: {error}") from error
+            unread.append(f"cannot read {path}: {error}")
+            continue
         with torch.no_grad():
             probabilities = kind.task.logits(model, sample.unsqueeze(0)).float().softmax(-1)[0]
         values, indices = probabilities.topk(min(arguments.top, len(classes)))
         top = [{"class": classes[i], "probability": p} for i, p in zip(indices.tolist(), values.tolist(), strict=True)]
         predictions.append({what: str(path), "predictions": top})
-    if arguments.json:
+    if predictions:
+        _show(predictions, what, arguments.json)
+    for sentence in unread:
+        sys.stderr.write(f"fibottention: {sentence}\n")
+    return 2 if unread else 0
+
+
+def _show(predictions: list[dict[str, Any]], what: str, as_json: bool) -> None:
+    if as_json:
         sys.stdout.write(json.dumps(predictions, indent=1) + "\n")
-        return 0
+        return
     table = Table()
     table.add_column(what, overflow="fold")
     table.add_column("class")
@@ -55,4 +66,3 @@ def run(words: list[str]) -> int:
             table.add_row(prediction[what] if i == 0 else "", entry["class"], f"{entry['probability']:.2%}")
         table.add_section()
     make_console().print(table)
-    return 0

@@ -25,7 +25,8 @@ _USAGE = """usage: fibottention train [RECIPE.yaml] [--group.option value ...]
 Without arguments, trains a small vision transformer with Fibottention and the same model with dense attention on the
 embedded images, and compares them; options change this demo, and with --attention.name its model is trained once, with
 that attention. RECIPE is a file or the name of a shipped recipe. With --data.name, --data.root or --model.name and no
-RECIPE, one model is trained with the defaults below. RECIPE --help shows the options of that recipe's task.
+RECIPE, one model is trained with the defaults below; with --task video, a video model with its own. RECIPE --help shows
+the options of that recipe's task.
 
 attention (--attention.name NAME and its options, with defaults):
   none                 leave the model as it is
@@ -47,14 +48,31 @@ def run(words: list[str]) -> int:
     recipe_name = words.pop(0) if words and not words[0].startswith("-") else None
     # With data or a model of the user's own, the options' documented defaults hold, not those of the demo.
     own = any(word.split("=")[0] in ("--data.name", "--data.root", "--model.name") for word in words)
-    recipe = {} if recipe_name is None and own else load_recipe(recipe_name or "demo")
+    task = _task(words)
+    if task is not None and recipe_name is not None:
+        raise UserError("--task is for training without a recipe, which names its task itself")
+    recipe = {} if recipe_name is None and (own or task) else load_recipe(recipe_name or "demo")
+    if task is not None:
+        recipe["task"] = task
     chooses_attention = any(word.startswith("--attention") for word in words)
-    command = shlex.join(["fibottention", "train", *([recipe_name] if recipe_name else []), *words])
-    if recipe_name is None and not own and not chooses_attention:
+    words_given = [*([recipe_name] if recipe_name else []), *(["--task", task] if task else []), *words]
+    command = shlex.join(["fibottention", "train", *words_given])
+    if recipe_name is None and not own and not task and not chooses_attention:
         return _demo(recipe, words, command, console)
     config = make_config(recipe, words)
     folder = config.train.output or _new_folder(f"{Path(recipe_name or 'run').stem}-{config.attention['name']}")
     return _train(config, folder, command, console)
+
+
+def _task(words: list[str]) -> str | None:
+    """Take ``--task NAME`` out of the words."""
+    for place, word in enumerate(words):
+        if word == "--task" and place + 1 < len(words):
+            del words[place]
+            return words.pop(place)
+        if word.startswith("--task="):
+            return words.pop(place).removeprefix("--task=")
+    return None
 
 
 def _stopped(how: str, folder: str) -> int:

@@ -366,6 +366,7 @@ class Trainer:
             f"epoch {self.epoch}/{self.train.epochs}  loss {record['train_loss']:.4f}  {numbers}  "
             f"{record['samples_per_second']:.1f} {self.task.sample_name}/s",
             highlight=False,
+            soft_wrap=True,
         )
         if self.accelerator.is_main_process:
             records = [r for r in self.run.metrics() if r["epoch"] < self.epoch]

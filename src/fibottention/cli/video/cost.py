@@ -72,7 +72,7 @@ def run(words: list[str]) -> int:
     for cost in costs:
         times = [] if cost.forward_ms is None else [f"{cost.forward_ms:.1f}", f"{cost.both_ms:.1f}"]
         table.add_row(
-            str(cost.frames), cost.kind, cost.spec, f"{cost.pairs / 1e6:.2f} M", f"{cost.macs / 1e9:.2f} G", *times
+            str(cost.frames), cost.kind, cost.spec, f"{cost.pairs / 1e6:.2f} M", f"{cost.macs / 1e6:,.1f} M", *times
         )
     make_console().print(table)
     return 0

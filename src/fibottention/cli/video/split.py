@@ -53,13 +53,13 @@ def run(words: list[str]) -> int:
         value = getattr(arguments, name)
         if not 0 <= value < 1 or (name == "test_share" and not value):
             raise UserError(f"--{name.replace('_', '-')} must be at least 0 and below 1, got {value}")
+    actions = None if arguments.actions is None else read_names(arguments.actions)
     if arguments.protocol == "random":
-        if (arguments.dataset, arguments.test_subjects, arguments.actions) != (None, None, None):
-            raise UserError("--dataset, --test-subjects and --actions have no meaning for --protocol random")
-        videos = read_folder(folder)
+        if arguments.dataset is not None or arguments.test_subjects is not None:
+            raise UserError("--dataset and --test-subjects have no meaning for --protocol random")
+        videos = read_folder(folder, keep=actions)
         split = split_random(videos.samples, videos.classes, arguments.test_share, arguments.seed)
     else:
-        actions = None if arguments.actions is None else read_names(arguments.actions)
         if arguments.dataset is None:
             raise UserError(
                 f"--dataset must be given for --protocol {arguments.protocol}: {', '.join(data_set_names())}"

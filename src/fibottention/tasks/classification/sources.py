@@ -142,6 +142,11 @@ def open_source(config: DataConfig, train: bool) -> ImageSource:
     if opener is not None:
         if config.root is None and config.name != "fashion-mnist-subset":
             raise UserError(f"data.root must be given for data.name={config.name}: the folder that holds the data")
+        if config.root is not None and config.name == "fashion-mnist-subset":
+            raise UserError(
+                f"data.root={config.root} has no meaning for the embedded images; name the data too, as in "
+                "data.name=folder (videos: take a video recipe, or --task video)"
+            )
         if config.name != "folder" and (config.train_split or config.val_split):
             raise UserError(f"data.train_split and data.val_split have no meaning for data.name={config.name}")
         source = opener(config, train)

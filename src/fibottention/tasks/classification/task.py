@@ -35,6 +35,8 @@ def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Modu
     """
     model_config, spec = config.model, attention_spec(config.attention)
     name = model_config.name.split(".")[0]
+    if name in ("timesformer", "videomae", "vivit"):
+        raise UserError(f"model.name={name} is for videos: take a video recipe, or --task video")
     if not timm.is_model(name):
         raise UserError(f"no model is named {model_config.name!r}{nearest(name, timm.list_models(), 'see timm')}")
     for reserved, instead in (("in_chans", "model.in_chans"), ("img_size", "data.image_size")):

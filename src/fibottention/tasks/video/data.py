@@ -156,7 +156,11 @@ def _find(
 ) -> Path:
     """The list or folder of a split."""
     option, given = ("train_split", data.train_split) if train else ("val_split", data.val_split)
-    names = (given,) if given else (train_names if train else val_names)
+    names = (
+        ((given, f"{given}.csv") if data.name == "list" else (given,))
+        if given
+        else (train_names if train else val_names)
+    )
     for name in names:
         for path in (Path(name).expanduser(), *([root / name] if root is not None else [])):
             if (given or root is None or path != Path(name)) and is_there(path):
@@ -164,7 +168,7 @@ def _find(
     what = "list" if data.name == "list" else "folder"
     where = "here" if root is None else f"in data.root={data.root}"
     hint = f"; name it with data.{option}" if not given else ""
-    raise UserError(f"data.{option}: there is no {what} {' or '.join(names)} {where}{hint}")
+    raise UserError(f"data.{option}: there is no {what} {given or ' or '.join(names)} {where}{hint}")
 
 
 class VideoData(LabelledData):

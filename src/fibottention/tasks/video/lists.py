@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fibottention.errors import UserError
+from fibottention.specs import nearest
 from fibottention.training.run import write_atomically
 
 __all__ = [
@@ -169,12 +170,13 @@ def _class_names(folder: Path, samples: Sequence[tuple[Path, int]]) -> tuple[str
     return tuple(names)
 
 
-def read_folder(folder: Path, classes: Sequence[str] | None = None) -> VideoList:
+def read_folder(folder: Path, classes: Sequence[str] | None = None, keep: Sequence[str] | None = None) -> VideoList:
     """Read a folder with one folder of videos per action.
 
     Args:
         folder: The folder.
         classes: The actions there must be; the names of the folders if None.
+        keep: The actions to read; all if None.
 
     Raises:
         UserError: If there are no such folders, one is empty, or they are others than there must be.
@@ -182,6 +184,10 @@ def read_folder(folder: Path, classes: Sequence[str] | None = None) -> VideoList
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not names:
         raise UserError(f"{folder} needs one folder of videos per action, but has no folders")
+    if keep is not None:
+        if missing := sorted(set(keep) - set(names)):
+            raise UserError(f"{folder} has no folder {missing[0]}{nearest(missing[0], names)}")
+        names = [name for name in names if name in keep]
     known = list(names if classes is None else classes)
     if unknown := sorted(set(names) - set(known)):
         raise UserError(f"{folder} has the action {unknown[0]}, which the training videos do not have")

@@ -37,6 +37,14 @@ _RESERVED = {
 }
 
 # Of a model's configuration: what says nothing about its layers.
+_SHAPES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "patch_size",
+    "tubelet_size",
+)
 _NO_SIZES = ("architectures", "dtype", "id2label", "label2id", "transformers_version")
 
 
@@ -126,6 +134,8 @@ def _pretrained(config: VideoConfig, num_classes: int) -> nn.Module:
     The options take over its sizes, so that a run of it can be opened without it.
     """
     source, name, frames = str(config.model.pretrained), config.model.name, config.data.num_frames
+    if not Path(source).is_dir() and "/" not in source:
+        raise UserError(f"model.pretrained={source} is neither a folder here nor a name on the hub (OWNER/NAME)")
     try:
         found = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
@@ -142,6 +152,10 @@ def _pretrained(config: VideoConfig, num_classes: int) -> nn.Module:
         for key, value in found.to_dict().items()
         if key in usual and value != usual[key] and key not in (*_RESERVED, *_NO_SIZES)
     }
+    for option, value in config.model.options.items():
+        if option in _SHAPES and getattr(found, option, value) != value:
+            theirs = getattr(found, option)
+            raise UserError(f"model.options.{option}={value} differs from the {theirs} of model.pretrained={source}")
     config.model.options = {**sizes, **config.model.options}
     model_config = _model_config(config, num_classes)
     model_config.num_frames = found.num_frames
