@@ -249,8 +249,8 @@ def _torchcodec() -> Any:
         UserError: If it is not there or does not work.
     """
     try:
-        from torchcodec import decoders
-        from torchcodec._core import ops  # noqa: F401  (loads FFmpeg)
+        from torchcodec import decoders  # pyright: ignore[reportMissingImports]
+        from torchcodec._core import ops  # noqa: F401  # pyright: ignore[reportMissingImports]  (loads FFmpeg)
     except ImportError as error:
         raise UserError("data.backend=torchcodec needs the package torchcodec: pip install torchcodec") from error
     except (RuntimeError, OSError) as error:
