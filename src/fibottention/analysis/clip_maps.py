@@ -44,16 +44,16 @@ def clip_maps(model: nn.Module, clips: Tensor) -> list[ClipMap]:
     Raises:
         ValueError: If the model is none of these, or has no weights of pairs.
     """
-    batch, config = len(clips), cast(Any, model.config)
+    batch, config, is_timesformer = len(clips), cast(Any, model.config), holds_timesformer(model)
     found = []
     for layer in attention_maps(model, clips):
         if ".temporal_attention." in layer.layer:
             continue
         values = layer.values
-        if holds_timesformer(model) and config.attention_type == "joint_space_time":
+        if is_timesformer and config.attention_type == "joint_space_time":
             frames = config.num_frames  # the frames of a patch lie side by side
             values = values.unflatten(-1, (-1, frames)).transpose(-2, -1)
-        elif holds_timesformer(model):
+        elif is_timesformer:
             values = values.unflatten(0, (batch, -1)).transpose(1, 2)
         else:
             tubelet = config.tubelet_size if isinstance(config.tubelet_size, int) else config.tubelet_size[0]
@@ -75,6 +75,7 @@ def draw_clip_maps(frames: NDArray[np.float64], values: Tensor, most_heads: int 
     shown = frames[:: len(frames) // columns]
     figure = Figure(figsize=(1.1 * columns + 0.4, 1.1 * (heads + 1) + 0.3), layout="constrained")
     panels = figure.subplots(heads + 1, columns, squeeze=False)
+    limits = [_range(head) for head in values[:heads]]
     for line in range(heads + 1):
         for column in range(columns):
             panel = panels[line, column]
@@ -84,7 +85,7 @@ def draw_clip_maps(frames: NDArray[np.float64], values: Tensor, most_heads: int 
                 panel.imshow(shown[column], vmin=0, vmax=1)
                 panel.set_title(f"{column + 1}", fontsize=8)
             else:
-                panel.imshow(_overlay(shown[column], values[line - 1, column], _range(values[line - 1])))
+                panel.imshow(_overlay(shown[column], values[line - 1, column], limits[line - 1]))
         panels[line, 0].set_ylabel("frame" if line == 0 else f"head {line}", fontsize=8)
     return figure
 
@@ -97,9 +98,9 @@ def overlay_clip(frames: NDArray[np.float64], values: Tensor) -> NDArray[np.uint
         values: ``(H, T', rows, columns)`` of one clip; T' divides T.
     """
     mean = values.mean(0)
-    repeats = len(frames) // len(mean)
+    repeats, limits = len(frames) // len(mean), _range(mean)
     drawn = [
-        np.concatenate([frame, _overlay(frame, mean[index // repeats], _range(mean))], 1)
+        np.concatenate([frame, _overlay(frame, mean[index // repeats], limits)], 1)
         for index, frame in enumerate(frames)
     ]
     return (np.stack(drawn) * 255).round().astype(np.uint8)

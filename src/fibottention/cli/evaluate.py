@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +16,10 @@ from fibottention.adapters import sparsify
 from fibottention.cli.options import CommandParser, make_console
 from fibottention.errors import UserError
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
-from fibottention.tasks.config import TaskConfig, attention_spec
+from fibottention.specs import AttentionSpec
+from fibottention.tasks.config import attention_spec
 from fibottention.tasks.kinds import task_kind
-from fibottention.tasks.options import make_config, spec_options
+from fibottention.tasks.options import make_config, merge_options, spec_options
 from fibottention.tasks.runs import load_model
 from fibottention.tasks.video.config import VideoConfig
 from fibottention.training.engine import make_accelerator
@@ -41,11 +44,11 @@ def run(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     attention, words = spec_options(words, "--attention.")
     temporal, words = spec_options(words, "--temporal_attention.")
-    changed, words = _data_options(words)
+    changed, words = spec_options(words, "--data.")
     arguments = parser.parse_args(words)
     model, config, classes, _ = load_model(arguments.run)
     if changed:
-        before, config = config, make_config(config.to_dict(), changed)
+        before, config = config, make_config(merge_options(config.to_dict(), {"data": changed}))
         for option in ("image_size", "num_frames"):
             if getattr(before.data, option, None) != getattr(config.data, option, None):
                 raise UserError(
@@ -54,9 +57,13 @@ def run(words: list[str]) -> int:
     if arguments.root is not None and config.data.name == "fashion-mnist-subset":
         raise UserError("--root has no meaning for this run, whose data are embedded in the package")
     if attention:
-        config.attention = _change_attention(model, attention, config.train.seed)
+        put = partial(sparsify, model)
+        config.attention = _changed_spec(attention, "attention", model, config.train.seed, put)
     if temporal:
-        _change_temporal(model, temporal, config)
+        if not isinstance(config, VideoConfig):
+            raise UserError("--temporal_attention is for TimeSformer")
+        put = partial(_put_in_time, model)
+        config.temporal_attention = _changed_spec(temporal, "temporal_attention", model, config.train.seed, put)
     if arguments.dilations is not None:
         _change_dilations(model, arguments.dilations, config.data.image_size)
     if arguments.root is not None:
@@ -113,55 +120,40 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _data_options(words: list[str]) -> tuple[list[str], list[str]]:
-    """Words ``--data.option value`` or ``--data.option=value``, and all others."""
-    own, rest = [], []
-    remaining = iter(words)
-    for word in remaining:
-        if not word.startswith("--data."):
-            rest.append(word)
-        elif "=" in word:
-            own.append(word)
-        else:
-            own += [word, *([value] if (value := next(remaining, None)) is not None else [])]
-    return own, rest
+def _changed_spec(
+    options: dict[str, Any], group: str, model: nn.Module, seed: int, put: Callable[[AttentionSpec], object]
+) -> dict[str, Any]:
+    """Let a model attend as options say; returns those of the spec.
 
-
-def _change_attention(model: nn.Module, options: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Let a model attend as options say; returns those of the spec."""
+    Args:
+        options: Name and fields of the spec.
+        group: Name of the group of options.
+        model: The model.
+        seed: Seed of what the spec learns, which may start at random.
+        put: Puts the spec into the model.
+    """
     if "name" not in options:
-        raise UserError("--attention.name must be given with other options of --attention")
-    spec = attention_spec(options)
+        raise UserError(f"--{group}.name must be given with other options of --{group}")
+    spec = attention_spec(options, group)
     if spec is None:
-        raise UserError("--attention.name=none changes nothing; leave it out, or take dense")
+        raise UserError(f"--{group}.name=none changes nothing; leave it out, or take dense")
     before = set(model.state_dict())
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # what the spec learns may start at random
-            sparsify(model, spec)
+            torch.manual_seed(seed)
+            put(spec)
     except ValueError as error:
-        raise UserError(f"attention {spec.name}: {error}") from error
+        raise UserError(f"{group} {spec.name}: {error}") from error
     if added := len(set(model.state_dict()) - before):
         sys.stderr.write(f"fibottention: {added} tensors that {spec.name} learns have their initial values\n")
     return spec.to_dict()
 
 
-def _change_temporal(model: nn.Module, options: dict[str, Any], config: TaskConfig) -> None:
-    """Let a TimeSformer attend over the frames as options say."""
-    spec = attention_spec(options, "temporal_attention") if "name" in options else None
-    if spec is None:
-        raise UserError("--temporal_attention.name must be the name of a spec, such as dense or longformer")
-    if not isinstance(config, VideoConfig):
-        raise UserError("--temporal_attention is for TimeSformer")
-    from fibottention.adapters import timesformer
+def _put_in_time(model: nn.Module, spec: AttentionSpec) -> None:
+    """Let a TimeSformer attend over the frames as a spec says."""
+    from fibottention.adapters import timesformer  # needs transformers, which a model of timm does not
 
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.train.seed)
-            timesformer.sparsify(model, None, temporal=spec)
-    except ValueError as error:
-        raise UserError(f"temporal_attention {spec.name}: {error}") from error
-    config.temporal_attention = spec.to_dict()
+    timesformer.sparsify(model, None, temporal=spec)
 
 
 def _change_dilations(model: nn.Module, text: str, image_size: int) -> None:

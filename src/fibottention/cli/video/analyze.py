@@ -68,11 +68,9 @@ def run(words: list[str]) -> int:
         write_video(folder / f"clip_{number}.mp4", larger, 4)
         layers.append({"video": str(path), "layer": chosen.layer, "of": "CLS" if chosen.of_prefix else "all queries"})
         console.print(f"{path}: {folder / f'clip_{number}.png'} and .mp4", soft_wrap=True)
-    for old in range(len(paths) + 1, 1000):
-        stale = [folder / f"clip_{old}.{suffix}" for suffix in ("png", "mp4")]
-        if not any(path.is_file() for path in stale):
-            break
-        for path in stale:
-            path.unlink(missing_ok=True)
+    written = {f"clip_{number}" for number in range(1, len(paths) + 1)}
+    for old in folder.glob("clip_*"):
+        if old.stem not in written:
+            old.unlink()  # of more videos
     Run(folder).write_json("clips.json", layers)
     return 0

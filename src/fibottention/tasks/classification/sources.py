@@ -15,6 +15,7 @@ from PIL import Image
 from fibottention.errors import UserError
 from fibottention.specs import nearest
 from fibottention.tasks.classification.config import DataConfig
+from fibottention.tasks.labelled_data import LabelledSource
 
 __all__ = ["ImageSource", "data_names", "open_source"]
 
@@ -23,19 +24,11 @@ _FASHION_CLASSES = (
 )  # fmt: skip
 
 
-class ImageSource(Protocol):
+class ImageSource(LabelledSource, Protocol):
     """A numbered collection of labelled images."""
-
-    classes: Sequence[str]
-
-    def __len__(self) -> int: ...
 
     def load(self, index: int) -> tuple[Image.Image, int]:
         """Decode one image; may raise any exception if it cannot be read."""
-        ...
-
-    def name(self, index: int) -> str:
-        """What to call an image in a message."""
         ...
 
 

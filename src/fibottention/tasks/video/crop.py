@@ -1,5 +1,6 @@
 """Cutting the persons out of videos: boxes from a file or a detector, one crop per video, resized and encoded."""
 
+import contextlib
 import csv
 import math
 from collections.abc import Mapping
@@ -168,8 +169,7 @@ def crop_video(
         rate = Fraction((count - 1) / (times[-1] - times[0])).limit_denominator(1001) if count > 1 else Fraction(1)
 
         def write(temporary: Path) -> None:
-            writer = VideoWriter(temporary, rate)
-            try:
+            with contextlib.closing(VideoWriter(temporary, rate)) as writer:
                 for begin in range(0, count, _BATCH):
                     part = range(begin, min(begin + _BATCH, count))
                     frames = video.frames(list(part))
@@ -181,8 +181,6 @@ def crop_video(
                     for index, frame in zip(part, resized.permute(0, 2, 3, 1).numpy(), strict=True):
                         # The times of the source stay, also where its frame rate varies.
                         writer.add(frame, times[index] - times[0])
-            finally:
-                writer.close()
 
         write_atomically(target, write)
     return True

@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional as transforms
 
 from fibottention.errors import UserError
 
-__all__ = ["BACKENDS", "Video", "check_backend", "open_video"]
+__all__ = ["Video", "check_backend", "open_video"]
 
 
 class Video(Protocol):
@@ -58,8 +58,7 @@ def open_video(path: str | Path, backend: str = "pyav") -> Iterator[Video]:
     Raises:
         UserError: If there is no such file, no video that can be decoded in it, or the backend is not there.
     """
-    if backend not in BACKENDS:
-        raise UserError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    check_backend(backend)
     path = Path(path)
     try:
         if not path.is_file():
@@ -68,7 +67,7 @@ def open_video(path: str | Path, backend: str = "pyav") -> Iterator[Video]:
             raise UserError("an empty file")
     except OSError as error:
         raise UserError(error.strerror or "no such file") from error
-    video = BACKENDS[backend](path)
+    video = _BACKENDS[backend](path)
     try:
         yield video
     finally:
@@ -265,13 +264,13 @@ def check_backend(name: str) -> None:
     Raises:
         UserError: If there is no such backend, or it does not work here.
     """
-    if name not in BACKENDS:
-        raise UserError(f"data.backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+    if name not in _BACKENDS:
+        raise UserError(f"data.backend must be one of {', '.join(_BACKENDS)}, got {name!r}")
     if name == "torchcodec":
         _torchcodec()
 
 
-BACKENDS: dict[str, Callable[[Path], Any]] = {"pyav": _PyAVVideo, "torchcodec": _TorchCodecVideo}
+_BACKENDS: dict[str, Callable[[Path], Any]] = {"pyav": _PyAVVideo, "torchcodec": _TorchCodecVideo}
 
 
 def _picture(frame: Any, short_side: int | None) -> Tensor:

@@ -1,5 +1,6 @@
 """Writing frames as a video file."""
 
+import contextlib
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,8 @@ def write_video(path: Path, frames: NDArray[np.uint8], fps: int) -> None:
     height, width = (side // 2 * 2 for side in frames.shape[1:3])
 
     def write(temporary: Path) -> None:
-        writer = VideoWriter(temporary, fps)
-        try:
+        with contextlib.closing(VideoWriter(temporary, fps)) as writer:
             for index, frame in enumerate(frames):
                 writer.add(frame[:height, :width], index / fps)
-        finally:
-            writer.close()
 
     write_atomically(path, write)

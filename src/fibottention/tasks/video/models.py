@@ -35,8 +35,7 @@ _RESERVED = {
     "num_labels": "the classes of the data",
     "drop_path_rate": "model.drop_path",
 }
-
-# Of a model's configuration: what says nothing about its layers.
+# Of a model's configuration: what its weights' shapes depend on, and what says nothing about its layers.
 _SHAPES = (
     "hidden_size",
     "num_hidden_layers",

@@ -1,6 +1,7 @@
 """Action recognition from video: model, loss and metrics."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ class VideoTask(RecognitionTask):
         run.write_json("samples.json", saved)
 
 
-def film_strip(path: Any, backend: str = "pyav") -> Image.Image:
+def film_strip(path: Path, backend: str = "pyav") -> Image.Image:
     """Some frames of a video side by side.
 
     Raises:
@@ -92,5 +93,5 @@ def film_strip(path: Any, backend: str = "pyav") -> Image.Image:
     with open_video(path, backend) as video:
         last = len(video.times) - 1
         places = [round(last * (i + 0.5) / _STRIP_FRAMES) for i in range(_STRIP_FRAMES)]
-        frames = video.frames([min(place, last) for place in places], _STRIP_SIDE)
+        frames = video.frames(places, _STRIP_SIDE)
     return Image.fromarray(np.concatenate(frames.permute(0, 2, 3, 1).numpy(), axis=1))
