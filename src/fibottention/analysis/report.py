@@ -53,7 +53,7 @@ class _RunPage:
     colour: str
     config: TaskConfig
     kind: TaskKind
-    classes: list[str]
+    about: str
     records: list[dict[str, Any]]
     best: dict[str, Any]
     summary: dict[str, Any]
@@ -83,6 +83,10 @@ def write_report(runs: Sequence[str | Path], output: str | Path) -> Path:
     """
     names = _short_names([Path(run) for run in runs])
     pages = [_page(Path(run), names[i], COLOURS[i % len(COLOURS)]) for i, run in enumerate(runs)]
+    first = next(iter(pages[0].kind.metrics))
+    for page in pages:
+        if first not in page.kind.metrics:
+            raise UserError(f"{page.name} is a {page.config.task} run, which cannot stand beside {pages[0].name}")
     output = Path(output)
     if output.parent != Path() and not output.parent.is_dir():
         raise UserError(f"the folder {output.parent} of the report does not exist")
@@ -107,21 +111,22 @@ def _short_names(paths: list[Path]) -> list[str]:
 
 
 def _page(folder: Path, name: str, colour: str) -> _RunPage:
-    model, config, classes, run = load_model(folder)
-    best, saved = run.read_json("best.json") or {}, run.read_yaml()
+    model, config, best, run = load_model(folder)
+    saved = run.read_yaml()
     page = _RunPage(
         name=name,
         colour=colour,
         config=config,
         kind=task_kind(config.task),
-        classes=classes,
+        about=_about(config, best),
         records=run.metrics(),
         best=best,
         summary=run.read_json("summary.json") or {},
         command=saved.pop("command", None),
         config_text=yaml.safe_dump(saved, sort_keys=False),
     )
-    page.confusion = encode_figure(_confusion(best["confusion"], classes))
+    if "confusion" in best:
+        page.confusion = encode_figure(_confusion(best["confusion"], best["classes"]))
     sparse = next((m for m in model.modules() if isinstance(m, PatternAttention)), None)
     if sparse is not None and sparse._patterns:
         pattern = next(iter(sparse._patterns.values()))
@@ -131,13 +136,22 @@ def _page(folder: Path, name: str, colour: str) -> _RunPage:
     if isinstance(config, ClassificationConfig):
         page.maps, page.maps_note = _attention_figure(model, config, run)
         page.trivial = _trivial_figure(model, config, run)
-    else:
+    elif "classes" in best:
         page.maps_note = "fibottention analyze draws attention maps of videos."
+    else:
+        page.maps_note = "Not drawn for the cameras of a robot."
     for file, title in _ANALYSES.items():
         picture = run.folder / "analysis" / file
         if picture.is_file():
             page.analyses[title] = base64.b64encode(picture.read_bytes()).decode()
     return page
+
+
+def _about(config: TaskConfig, best: dict[str, Any]) -> str:
+    """What a run was trained on."""
+    if "classes" in best:
+        return f"{config.data.name}, {len(best['classes'])} classes"
+    return Path(config.data.path).name
 
 
 def _attention_figure(model: nn.Module, config: ClassificationConfig, run: Run) -> tuple[str, str]:
@@ -199,7 +213,10 @@ def _trivial_figure(model: nn.Module, config: ClassificationConfig, run: Run) ->
 
 
 def _curves(pages: list[_RunPage]) -> Figure:
-    panels = (("train_loss", "training loss"), ("val_loss", "validation loss"), ("top1", "top-1 (%)"))
+    kind = pages[0].kind
+    metric, label = next(iter(kind.metrics.items()))
+    label = label if metric in kind.shares else f"{label} (%)"
+    panels = (("train_loss", "training loss"), ("val_loss", "validation loss"), (metric, label))
     figure = Figure(figsize=(11, 3.3 + 0.2 * ((len(pages) + 3) // 4)), layout="constrained")
     for axis, (key, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for page in pages:
@@ -210,10 +227,9 @@ def _curves(pages: list[_RunPage]) -> Figure:
                 )
                 axis.plot(epochs, values, color=page.colour, label=page.name)
             else:
-                epochs = [record["epoch"] for record in page.records]
-                axis.plot(
-                    epochs, [r[key] for r in page.records], "o-", markersize=3, color=page.colour, label=page.name
-                )
+                known = [record for record in page.records if key in record]  # rollouts are not of every epoch
+                values = [record[key] for record in known]
+                axis.plot([r["epoch"] for r in known], values, "o-", markersize=3, color=page.colour, label=page.name)
         axis.set_xlabel("epoch")
         axis.set_ylabel(label)
         axis.set_xlim(0, 1.02 * max(len(page.records) for page in pages))

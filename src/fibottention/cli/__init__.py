@@ -12,8 +12,8 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "train": "train a model; without arguments, the demo on embedded images",
-    "evaluate": "evaluate a run or a checkpoint on its validation data",
-    "predict": "classify images or videos with a run",
+    "evaluate": "evaluate a run or a checkpoint on its validation data, or in a simulator",
+    "predict": "classify images or videos, or plan a robot's actions, with a run",
     "benchmark": "time sparse attention against its rivals on this machine",
     "inspect": "show the offsets, density and cost of an attention spec, and draw its masks",
     "analyze": "look into the attention of runs: heads, reach, localisation",
@@ -21,11 +21,19 @@ _COMMANDS = {
     "cost": "compare what specs cost at growing numbers of tokens",
     "operators": "compare convolutions and attention: receptive field and cost",
     "report": "write one HTML page about one or several runs",
+    "robot": "record demonstrations of scripted experts, and play them back",
     "video": "prepare videos: split into lists, crop persons; cost of attention in space and time",
 }
 
 # Packages that do not come with the extra ``train``.
-_EXTRAS = {"av": "video", "transformers": "video"}
+_EXTRAS = {
+    "av": "video",
+    "transformers": "video",
+    **dict.fromkeys(
+        ("cv2", "diffusers", "gym_pusht", "gymnasium", "h5py", "pyarrow", "pymunk", "shapely", "zarr"), "robot"
+    ),
+    **dict.fromkeys(("mujoco", "robosuite"), "robosuite"),
+}
 
 _HELP = "usage: fibottention COMMAND [...]\n\ncommands:\n" + "".join(f"  {n:9} {t}\n" for n, t in _COMMANDS.items())
 

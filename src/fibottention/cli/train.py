@@ -100,9 +100,11 @@ def _train(config: TaskConfig, folder: str, command: str | None, console: Consol
     except KeyboardInterrupt:
         return _stopped("continue with", folder)
     if summary is not None:
-        name, label = next(iter(task_kind(config.task).metrics.items()))
+        kind = task_kind(config.task)
+        shown = (f"{label} {kind.show(n, summary[n])}" for n, label in kind.metrics.items() if n in summary)
+        found = next(shown, f"validation loss {summary['val_loss']:.4f}")
         console.print(
-            f"best {label} {summary[name]:.2f} % after epoch {summary['best_epoch']}; run in {folder}; "
+            f"best {found} after epoch {summary['best_epoch']}; run in {folder}; "
             f"next: fibottention report {shlex.quote(folder)}",
             soft_wrap=True,
         )

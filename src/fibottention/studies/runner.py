@@ -17,6 +17,7 @@ from fibottention.studies.plan import PlannedRun, Study
 from fibottention.studies.plots import curves_figure, results_figure
 from fibottention.studies.results import VariantResult, collect, table_rows, to_markdown
 from fibottention.tasks.config import TaskConfig
+from fibottention.tasks.kinds import task_kind
 from fibottention.tasks.runs import check_run, load_config, train_run
 from fibottention.training.run import Run, write_atomically, write_figure
 
@@ -146,6 +147,10 @@ def _check_start(pending: Sequence[PlannedRun]) -> None:
     for planned in pending:
         if (planned.setting, planned.variant) not in seen:
             seen.add((planned.setting, planned.variant))
+            if "top1" not in task_kind(planned.config.task).metrics:
+                raise UserError(
+                    f"a study compares runs by top-1, which runs of the {planned.config.task} task have not"
+                )
             try:
                 check_run(planned.config)
             except UserError as error:

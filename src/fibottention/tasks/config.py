@@ -22,6 +22,8 @@ _RANGES: tuple[Range, ...] = (
     ("optim.base_lr", 0, None),
     ("optim.warmup_lr", 0, None),
     ("optim.min_lr", 0, None),
+    ("optim.warmup_steps", 0, None),
+    ("optim.ema_power", 1e-6, None),
     ("train.epochs", 1, None),
     ("train.batch_size", 1, None),
     ("train.gradient_accumulation", 1, None),

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from fibottention.tasks.config import TaskConfig
-from fibottention.tasks.recognition import RecognitionTask
 
 __all__ = ["TaskKind", "config_class", "task_kind", "task_names"]
 
 _CONFIGS = {
     "classification": "ClassificationConfig",
     "video": "VideoConfig",
+    "robot": "RobotConfig",
 }
 
 
@@ -26,15 +26,21 @@ class TaskKind:
     Attributes:
         task: The class of the task.
         metrics: Names of the metrics in the log, and what to call them; the first one chooses the best epoch.
-        sample: What one sample is called, in the plural.
-        open_input: A reader of files for prediction, of a configuration: from a path to one sample as in evaluation; it
-            raises UserError, saying what is wrong, for a file that cannot be read.
+        sample: What one sample of an evaluation is called, in the plural.
+        open_input: For recognition, a reader of files for prediction, of a configuration: from a path to one sample as
+            in evaluation; it raises UserError, saying what is wrong, for a file that cannot be read.
+        shares: Metrics that go from 0 to 1; the others are in percent.
     """
 
-    task: type[RecognitionTask]
+    task: type[Any]
     metrics: dict[str, str]
     sample: str
-    open_input: Callable[[Any], Callable[[Path], Tensor]]
+    open_input: Callable[[Any], Callable[[Path], Tensor]] | None = None
+    shares: tuple[str, ...] = ()
+
+    def show(self, name: str, value: float) -> str:
+        """A metric's value for people."""
+        return f"{value:.3f}" if name in self.shares else f"{value:.2f} %"
 
 
 def task_names() -> list[str]:

@@ -27,7 +27,7 @@ __all__ = [
     "spec_options",
 ]
 
-_RECIPE_FOLDERS = ("video",)
+_RECIPE_FOLDERS = ("video", "robot")
 
 
 def option_groups() -> tuple[str, ...]:

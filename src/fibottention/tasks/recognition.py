@@ -1,6 +1,6 @@
 """What image classification and action recognition share: labels, metrics, samples that cannot be read."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from fibottention.adapters.report import SparsifyReport
+from fibottention.analysis.cost import whole_model_macs
 from fibottention.errors import UserError
+from fibottention.tasks.base import RunTask
 from fibottention.tasks.labelled_data import LabelledData
 from fibottention.training.engine import Evaluation
 from fibottention.training.run import Run
@@ -19,7 +21,7 @@ from fibottention.training.run import Run
 __all__ = ["RecognitionTask"]
 
 
-class RecognitionTask(ABC):
+class RecognitionTask(RunTask):
     """Base of tasks with one label per sample; see `fibottention.training.engine.Task`.
 
     A subclass has ``input_shape``, the shape of a sample without the batch, besides what is abstract here.
@@ -31,7 +33,6 @@ class RecognitionTask(ABC):
         classes: Names of the classes of a model that was trained before.
     """
 
-    main_metric = "top1"
     sample_name = "samples"
     input_shape: tuple[int, ...]
 
@@ -47,7 +48,6 @@ class RecognitionTask(ABC):
         self.num_classes = len(data.classes)
         if self.num_classes < 2:
             raise UserError(f"the data have only one class ({data.classes[0]}); {self.sample_name} need at least 2")
-        self.sparsify_report: SparsifyReport | None = None
         if model is None:
             # Weights are drawn in a fork of the generator, so the same seed gives the same weights whatever ran before.
             with torch.random.fork_rng(devices=[]):
@@ -73,13 +73,34 @@ class RecognitionTask(ABC):
             UserError: If the model is unknown, cannot be made so, or cannot take the spec.
         """
 
+    @classmethod
+    def restore_model(cls, config: Any, saved: dict[str, Any]) -> nn.Module:
+        """See `RunTask`."""
+        return cls.build_model(config, len(saved["classes"]))[0]
+
+    def overview(self) -> str:
+        """See `RunTask`."""
+        return f"{self.num_classes} classes"
+
+    def summary(self) -> dict[str, Any]:
+        """See `RunTask`."""
+        return {"classes": self.data.classes}
+
+    def macs(self) -> int:
+        """See `RunTask`."""
+        return whole_model_macs(self.model, self.input_shape)
+
+    def score(self, metrics: dict[str, float]) -> float:
+        """See `Task`."""
+        return metrics["top1"]
+
     @abstractmethod
     def loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
         """See `Task`."""
 
     @abstractmethod
     def save_samples(self, run: Run) -> None:
-        """Keep a few validation samples, of different classes where they come so, for the report."""
+        """See `RunTask`; of different classes where they come so."""
 
     def set_epoch(self, epoch: int) -> None:
         """See `Task`."""

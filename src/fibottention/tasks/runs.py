@@ -15,12 +15,11 @@ from rich.console import Console
 from torch import nn
 
 import fibottention
-from fibottention.analysis.cost import whole_model_macs
 from fibottention.errors import UserError
+from fibottention.tasks.base import RunTask
 from fibottention.tasks.config import TaskConfig
 from fibottention.tasks.kinds import task_kind, task_names
 from fibottention.tasks.options import make_config
-from fibottention.tasks.recognition import RecognitionTask
 from fibottention.tasks.weights import load_into
 from fibottention.training.engine import Trainer, make_accelerator
 from fibottention.training.run import Run, load_weights
@@ -65,7 +64,7 @@ def train_run(
     report = task.sparsify_report
     parameters = sum(p.numel() for p in task.model.parameters())
     out.print(
-        f"{config.model.name}: {parameters / 1e6:.2f} M parameters, {len(task.data.classes)} classes, "
+        f"{config.model.name}: {parameters / 1e6:.2f} M parameters, {task.overview()}, "
         f"{accelerator.num_processes} x {accelerator.device.type}"
         + (f", attention {report.density:.2%} of dense" if report else "")
         + (f" with {report.spec}" if report and getattr(config.model, "match_macs", None) else ""),
@@ -85,14 +84,15 @@ def train_run(
     step_times = sorted(record["step_milliseconds"] for record in records)
     summary = {
         "model": config.model.name,
-        "classes": task.data.classes,
-        **{name: best[name] for name in task_kind(config.task).metrics},
+        **task.summary(),
+        **{name: best[name] for name in task_kind(config.task).metrics if name in best},
+        "val_loss": best["val_loss"],
         "best_epoch": best["epoch"],
         "epochs": len(records),
         "train_seconds": sum(record["train_seconds"] for record in records),
         "step_milliseconds": step_times[len(step_times) // 2],
         "parameters": parameters,
-        "whole_model_macs": whole_model_macs(task.model, task.input_shape),
+        "whole_model_macs": task.macs(),
         "environment": run.read_json("environment.json"),
         "attention": None
         if report is None
@@ -120,7 +120,7 @@ def check_run(config: TaskConfig) -> None:
 
 def _prepare(
     config: TaskConfig, folder: str | Path, is_new: bool, console: Console
-) -> tuple[Accelerator, RecognitionTask, Trainer, Run]:
+) -> tuple[Accelerator, RunTask, Trainer, Run]:
     """What a run needs; everything that can be wrong with the options is found before its folder is made."""
     accelerator = make_accelerator(config.train)
     run = Run(broadcast_object_list([str(folder)])[0])  # a name with the time in it may differ among processes
@@ -159,14 +159,15 @@ def find_run(path: str | Path) -> Run:
     return Run.open(folder)
 
 
-def load_model(path: str | Path) -> tuple[nn.Module, TaskConfig, list[str], Run]:
+def load_model(path: str | Path) -> tuple[nn.Module, TaskConfig, dict[str, Any], Run]:
     """The trained model of a run or of a weights file in a run's folder.
 
     Args:
         path: Folder of a run (its best weights are taken), or a file of weights or a checkpoint's folder in it.
 
     Returns:
-        The model in evaluation mode, its configuration, the class names and the run.
+        The model in evaluation mode, its configuration, what the best epoch kept (the class names, for example) and the
+        run.
 
     Raises:
         UserError: If there is no such run or the weights do not fit.
@@ -181,9 +182,9 @@ def load_model(path: str | Path) -> tuple[nn.Module, TaskConfig, list[str], Run]
         raise UserError(f"{run.folder} has no weights yet: no epoch has been finished")
     weights = run.weights() if path.is_dir() else load_weights(path)
     _forget_sources(config)
-    model, _ = task_kind(config.task).task.build_model(config, len(best["classes"]))
+    model = task_kind(config.task).task.restore_model(config, best)
     load_into(model, weights, run.best_path if path.is_dir() else path)
-    return model.eval(), config, best["classes"], run
+    return model.eval(), config, best, run
 
 
 def _forget_sources(config: TaskConfig) -> None:

@@ -25,11 +25,13 @@ class OptimConfig:
         decay_epochs: Epochs after which the step schedule multiplies the rate by decay_rate, again and again.
         decay_rate: Factor of the step and multistep schedules, power of the poly schedule.
         warmup_epochs: Epochs of linear warm-up.
+        warmup_steps: Updates of linear warm-up, in the place of warmup_epochs if given.
         cooldown_epochs: Epochs at the end, of train.epochs, that stay at min_lr; for the schedules that fall to it.
         warmup_lr: Learning rate at the start of the warm-up.
         min_lr: Learning rate at the end of the schedule.
         clip_grad: Largest norm of the gradient; not clipped if null.
         ema_decay: Decay of an exponential moving average of the weights, which is then evaluated; none if null.
+        ema_power: How fast the decay grows to that: after n updates it is at most 1 - (1 + n)^-ema_power.
     """
 
     name: str = "adamw"
@@ -45,11 +47,13 @@ class OptimConfig:
     decay_epochs: float = 30.0
     decay_rate: float = 0.1
     warmup_epochs: float = 5.0
+    warmup_steps: int | None = None
     cooldown_epochs: float = 0.0
     warmup_lr: float = 1e-6
     min_lr: float = 1e-6
     clip_grad: float | None = None
     ema_decay: float | None = None
+    ema_power: float = 2 / 3
 
 
 @dataclass

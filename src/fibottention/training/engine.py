@@ -54,7 +54,6 @@ class Task(Protocol):
         train_loader: Batches for training.
         val_loader: Batches for evaluation.
         is_stream: Whether the loaders divide their data among the processes by themselves.
-        main_metric: Name of the metric that chooses the best epoch; larger is better.
         sample_name: What the samples are called, in the plural.
     """
 
@@ -62,7 +61,6 @@ class Task(Protocol):
     train_loader: DataLoader[Any]
     val_loader: DataLoader[Any]
     is_stream: bool
-    main_metric: str
     sample_name: str
 
     def set_epoch(self, epoch: int) -> None:
@@ -79,6 +77,10 @@ class Task(Protocol):
 
     def evaluate(self, model: nn.Module, batches: Iterator[Any], accelerator: Accelerator) -> Evaluation:
         """Evaluate on batches of the validation data, each sample once over all processes."""
+        ...
+
+    def score(self, metrics: dict[str, float]) -> float | None:
+        """How good an epoch is, by its metrics; larger is better, and None is not to be compared."""
         ...
 
     def unreadable(self) -> list[str]:
@@ -172,7 +174,12 @@ class Trainer:
         if optim.ema_decay is not None:
             if not 0 < optim.ema_decay < 1:
                 raise UserError(f"optim.ema_decay must be between 0 and 1, got {optim.ema_decay}")
-            self.ema = ModelEmaV3(accelerator.unwrap_model(self.model), decay=optim.ema_decay, use_warmup=True)
+            self.ema = ModelEmaV3(
+                accelerator.unwrap_model(self.model),
+                decay=optim.ema_decay,
+                use_warmup=True,
+                warmup_power=optim.ema_power,
+            )
         self.steps_per_epoch = len(self.train_loader)
         self.updates_per_epoch = math.ceil(self.steps_per_epoch / train.gradient_accumulation)
         if not self.updates_per_epoch:
@@ -218,14 +225,16 @@ class Trainer:
 
     def _make_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
         optim, epochs = self.optim, self.train.epochs
-        if not 0 <= optim.warmup_epochs < epochs:
-            raise UserError(
-                f"optim.warmup_epochs must be at least 0 and less than train.epochs={epochs}, got {optim.warmup_epochs}"
-            )
-        if not 0 <= optim.cooldown_epochs < epochs - optim.warmup_epochs:
+        warmup = optim.warmup_epochs
+        if optim.warmup_steps is not None:
+            warmup = optim.warmup_steps / self.updates_per_epoch
+        if not 0 <= warmup < epochs:
+            given = f"{warmup:g}" if optim.warmup_steps is None else f"{optim.warmup_steps} steps, {warmup:.2f} epochs"
+            raise UserError(f"optim.warmup_epochs must be at least 0 and less than train.epochs={epochs}, got {given}")
+        if not 0 <= optim.cooldown_epochs < epochs - warmup:
             raise UserError(
                 "optim.cooldown_epochs must be at least 0 and less than train.epochs minus optim.warmup_epochs "
-                f"({epochs - optim.warmup_epochs:g}), got {optim.cooldown_epochs}"
+                f"({epochs - warmup:g}), got {optim.cooldown_epochs}"
             )
         if optim.schedule == "none":
             raise UserError("optim.schedule=none would ignore the warm-up and the layer decay; use constant")
@@ -237,13 +246,13 @@ class Trainer:
             scheduler, _ = create_scheduler_v2(
                 optimizer,
                 sched=optim.schedule,
-                num_epochs=epochs - prefix * optim.warmup_epochs - optim.cooldown_epochs,  # pyright: ignore[reportArgumentType]
+                num_epochs=epochs - prefix * warmup - optim.cooldown_epochs,  # pyright: ignore[reportArgumentType]
                 decay_epochs=optim.decay_epochs,
                 decay_milestones=optim.milestones or [],
                 decay_rate=optim.decay_rate,
                 min_lr=optim.min_lr,
                 warmup_lr=optim.warmup_lr,
-                warmup_epochs=optim.warmup_epochs,  # pyright: ignore[reportArgumentType]
+                warmup_epochs=warmup,  # pyright: ignore[reportArgumentType]
                 warmup_prefix=prefix,
                 step_on_epochs=False,
                 updates_per_epoch=self.updates_per_epoch,
@@ -358,9 +367,11 @@ class Trainer:
         if scales := _transform_scales(self.eval_model):
             record["transform_scales"] = [scale.item() for scale in scales]
         self.epoch += 1
-        value = evaluation.metrics[self.task.main_metric]
-        is_best = value > self.best
-        self.best = max(self.best, value)
+        score = self.task.score(evaluation.metrics)
+        if score is None:  # until there is one to compare, the last epoch is kept
+            is_best = self.best == -math.inf
+        else:
+            is_best, self.best = score > self.best, max(self.best, score)
         numbers = "  ".join(f"{name} {number:.4g}" for name, number in evaluation.metrics.items())
         self.console.print(
             f"epoch {self.epoch}/{self.train.epochs}  loss {record['train_loss']:.4f}  {numbers}  "

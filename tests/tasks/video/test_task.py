@@ -40,10 +40,10 @@ def test_each_model_trains_and_loads(model, videos, tmp_path):
     assert 0 <= summary["mca"] <= 100
     assert summary["attention"]["density"] < 1
     assert summary["whole_model_macs"] > 0
-    loaded, again, classes, _ = load_model(tmp_path / "run")
+    loaded, again, saved, _ = load_model(tmp_path / "run")
     assert isinstance(again, VideoConfig)
     assert again.to_dict()["data"] == config.to_dict()["data"]
-    assert classes == sorted(MOTIONS)
+    assert saved["classes"] == sorted(MOTIONS)
     assert not loaded.training
     samples = json.loads((tmp_path / "run/samples.json").read_text())
     assert len(samples) == 4
@@ -266,7 +266,7 @@ def test_recipes_have_the_published_settings(name):
 
 
 def test_kinds():
-    assert task_names() == ["classification", "video"]
+    assert task_names() == ["classification", "video", "robot"]
     assert [task_kind(name).sample for name in task_names()] == ["images", "videos"]
     with pytest.raises(UserError, match="no task is named 'vido'; did you mean 'video'?"):
         make_config({"task": "vido"})

@@ -9,6 +9,7 @@ import av
 import numpy as np
 import torch
 from av.error import FFmpegError
+from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.transforms.v2 import functional as transforms
@@ -84,6 +85,7 @@ class _PyAVVideo:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.converter = VideoReformatter()  # one for all frames: making it takes longer than using it
         self.container = self._open()
         try:
             self._read_times()
@@ -192,9 +194,9 @@ class _PyAVVideo:
                 while waiting and waiting[-1] < place:
                     passed = waiting.pop()
                     if previous is not None:
-                        found[passed] = previous[0], _picture(previous[1], short_side)
+                        found[passed] = previous[0], _picture(previous[1], short_side, self.converter)
                 if waiting and waiting[-1] == place:
-                    found[waiting.pop()] = place, _picture(frame, short_side)
+                    found[waiting.pop()] = place, _picture(frame, short_side, self.converter)
                 previous = place, frame
                 if not waiting:
                     return None
@@ -202,7 +204,7 @@ class _PyAVVideo:
             return _reason(error)
         for passed in waiting:
             if previous is not None:
-                found[passed] = previous[0], _picture(previous[1], short_side)
+                found[passed] = previous[0], _picture(previous[1], short_side, self.converter)
         return None
 
     def close(self) -> None:
@@ -273,9 +275,9 @@ def check_backend(name: str) -> None:
 _BACKENDS: dict[str, Callable[[Path], Any]] = {"pyav": _PyAVVideo, "torchcodec": _TorchCodecVideo}
 
 
-def _picture(frame: Any, short_side: int | None) -> Tensor:
+def _picture(frame: Any, short_side: int | None, converter: VideoReformatter) -> Tensor:
     """A decoded frame, ``(3, H, W)`` of uint8, turned as its display matrix says."""
-    picture = torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
+    picture = torch.from_numpy(converter.reformat(frame, format="rgb24").to_ndarray()).permute(2, 0, 1)
     turns = round(frame.rotation / 90) % 4  # counter-clockwise
     return _resized(torch.rot90(picture, turns, (1, 2)), short_side)
 

@@ -22,12 +22,16 @@ class VideoWriter:
     Args:
         path: The file.
         rate: Frames per second, of which the encoder takes note only.
+        lossless: Keep every value, as RGB; few players show that.
     """
 
-    def __init__(self, path: Path, rate: Fraction | int) -> None:
+    def __init__(self, path: Path, rate: Fraction | int, lossless: bool = False) -> None:
         self.container = av.open(str(path), "w", format="mp4")
-        stream: Any = self.container.add_stream("libx264", rate=rate, options={"crf": "17", "threads": "1"})
-        stream.pix_fmt = "yuv420p"
+        # Without loss a key frame often, since such files are for reading frames here and there.
+        options = {"crf": "0", "g": "10"} if lossless else {"crf": "17"}
+        codec = "libx264rgb" if lossless else "libx264"
+        stream: Any = self.container.add_stream(codec, rate=rate, options={**options, "threads": "1"})
+        stream.pix_fmt = "rgb24" if lossless else "yuv420p"
         stream.codec_context.time_base = Fraction(1, _TICKS)
         self.stream = stream
 

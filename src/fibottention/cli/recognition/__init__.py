@@ -1,0 +1,1 @@
+"""Commands about runs that classify images or videos."""

@@ -1,0 +1,1 @@
+"""Robot learning: demonstrations, a diffusion policy, and simulators to try it in."""

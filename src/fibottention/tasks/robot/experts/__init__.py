@@ -1,0 +1,1 @@
+"""Scripted experts that record demonstrations."""
