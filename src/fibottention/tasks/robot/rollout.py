@@ -118,7 +118,7 @@ class _Chunks(gymnasium.Env[Observations, NDArray[np.float32]]):
     Only those are drawn, which is what takes the time. After the end of the episode it stands still.
     """
 
-    def __init__(self, name: str, observation_steps: int, max_steps: int, film: bool = False) -> None:
+    def __init__(self, name: str, observation_steps: int, max_steps: int) -> None:
         self.environment = make_environment(name)
         self.observation_steps, self.max_steps, self.film = observation_steps, max_steps, False
         spec = self.environment.spec
