@@ -1,8 +1,10 @@
 """What the commands share in reading their arguments."""
 
 import argparse
+import importlib
 import os
 import signal
+import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,7 +13,7 @@ import yaml
 from rich.console import Console
 
 from fibottention.errors import UserError
-from fibottention.specs import AttentionSpec, make_spec, spec_names
+from fibottention.specs import AttentionSpec, make_spec, nearest, spec_names
 
 __all__ = [
     "CommandParser",
@@ -20,6 +22,7 @@ __all__ = [
     "is_main_process",
     "make_console",
     "parse_spec",
+    "run_group",
     "stop_politely",
 ]
 
@@ -94,3 +97,24 @@ def parse_spec(text: str) -> AttentionSpec:
             raise ValueError(f"options are written option=value, got {part!r}")
         options[option] = value if option == "fill" else yaml.safe_load(value)
     return make_spec(name, **options)
+
+
+def run_group(group: str, commands: dict[str, str], words: list[str]) -> int:
+    """Run a command of a group such as ``fibottention video``; returns the exit code.
+
+    Args:
+        group: Name of the group, and of its package.
+        commands: Its commands, each a module of the package, and what they do.
+        words: The command and its arguments.
+
+    Raises:
+        UserError: If there is no such command.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        width = 1 + max(map(len, commands))
+        lines = "".join(f"  {name:{width}} {text}\n" for name, text in commands.items())
+        sys.stdout.write(f"usage: fibottention {group} COMMAND [...]\n\ncommands:\n{lines}")
+        return 0
+    if words[0] not in commands:
+        raise UserError(f"{group} has no command {words[0]!r}{nearest(words[0], list(commands))}")
+    return importlib.import_module(f"fibottention.cli.{group}.{words[0]}").run(words[1:])

@@ -1,5 +1,6 @@
 """``fibottention robot record``: demonstrations of a scripted expert."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -82,12 +83,14 @@ def run(words: list[str]) -> int:
 
 def again(path: Path, environment: str, processes: int, console: Console) -> bool:
     """Play what a file holds, and say how often the task was done; returns whether it always was."""
-    demonstrations = open_demonstrations(path)
-    if demonstrations.seeds is None:
-        raise UserError(f"{path} does not say what began its episodes: only what was recorded here can be played again")
     spec = environment_spec(environment)
-    column = spec.columns[demonstrations.format]["action"]
-    actions = [demonstrations.read(i, [column])[column] for i in range(len(demonstrations.names))]
+    with contextlib.closing(open_demonstrations(path)) as demonstrations:
+        if demonstrations.seeds is None:
+            raise UserError(
+                f"{path} does not say what began its episodes: only what was recorded here can be played again"
+            )
+        column = spec.columns[demonstrations.format]["action"]
+        actions = [demonstrations.read(i, [column])[column] for i in range(len(demonstrations.names))]
     if actions[0].shape[1:] != (spec.action_dim,):
         raise UserError(
             f"the actions in {path} have shape {actions[0].shape[1:]}, {environment} takes {spec.action_dim}"

@@ -1,10 +1,8 @@
 """``fibottention video``: prepare videos for training."""
 
-import importlib
-import sys
+from functools import partial
 
-from fibottention.errors import UserError
-from fibottention.specs import nearest
+from fibottention.cli.options import run_group
 
 __all__ = ["run"]
 
@@ -14,13 +12,4 @@ _COMMANDS = {
     "cost": "compare what attention in space, in time and over both costs",
 }
 
-
-def run(words: list[str]) -> int:
-    """Run the command; returns the exit code."""
-    if not words or words[0] in ("-h", "--help"):
-        lines = "".join(f"  {name:6} {text}\n" for name, text in _COMMANDS.items())
-        sys.stdout.write(f"usage: fibottention video COMMAND [...]\n\ncommands:\n{lines}")
-        return 0
-    if words[0] not in _COMMANDS:
-        raise UserError(f"video has no command {words[0]!r}{nearest(words[0], list(_COMMANDS))}")
-    return importlib.import_module(f"fibottention.cli.video.{words[0]}").run(words[1:])
+run = partial(run_group, "video", _COMMANDS)
