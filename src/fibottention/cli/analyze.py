@@ -15,6 +15,7 @@ from fibottention.analysis.features import compare_features, draw_features
 from fibottention.analysis.heads import HeadStatistics, draw_diversity, draw_head_statistics, head_statistics
 from fibottention.analysis.localisation import draw_localisation, localisation
 from fibottention.analysis.rollout import attention_rollout, draw_attention_maps
+from fibottention.cli.by_task import named_run
 from fibottention.cli.options import CommandParser, make_console, parse_spec
 from fibottention.errors import UserError
 from fibottention.patterns.pattern import Pattern
@@ -22,7 +23,7 @@ from fibottention.specs import AttentionSpec
 from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.data import normalization
 from fibottention.tasks.classification.images import images_from_folder, validation_images
-from fibottention.tasks.runs import find_run, load_config, load_model
+from fibottention.tasks.runs import load_model
 from fibottention.training.run import Run, write_figure
 
 __all__ = ["run"]
@@ -32,8 +33,8 @@ _PICTURES = 6
 
 def run(words: list[str]) -> int:
     """Run the command; returns the exit code."""
-    first = next((word for word in words if (Path(word) / "config.yaml").is_file()), words[0] if words else "-")
-    if not first.startswith("-") and load_config(find_run(first)).task == "video":
+    first = named_run(words)
+    if first is not None and first.task == "video":
         from fibottention.cli.video.analyze import run as run_video
 
         return run_video(words)

@@ -7,7 +7,7 @@ from fibottention.errors import UserError
 from fibottention.tasks.config import TaskConfig
 from fibottention.tasks.runs import find_run, load_config
 
-__all__ = ["run_command"]
+__all__ = ["named_run", "run_command"]
 
 _PACKAGES = {"classification": "recognition", "video": "recognition", "robot": "robot"}
 
@@ -19,9 +19,14 @@ def run_command(command: str, words: list[str]) -> int:
         command: Its name.
         words: Its arguments.
     """
-    found = next((config for config in map(_config, words) if config is not None), None)
+    found = named_run(words)
     package = _PACKAGES[found.task] if found is not None else "recognition"
     return importlib.import_module(f"fibottention.cli.{package}.{command}").run(words)
+
+
+def named_run(words: list[str]) -> TaskConfig | None:
+    """The configuration of the first run that the words name, if they name one."""
+    return next((config for config in map(_config, words) if config is not None), None)
 
 
 def _config(word: str) -> TaskConfig | None:

@@ -110,7 +110,7 @@ def run(words: list[str]) -> int:
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
         return 0
     table = Table(title=f"{arguments.run} in {name}: {len(seeds)} episodes from seed {seeds[0]}")
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     for column in ("mean score", "success", "95 % interval", "steps", "ms per plan", "ms per action"):
         table.add_column(column, justify="right")
     for title, summary in summaries.items():
@@ -120,7 +120,7 @@ def run(words: list[str]) -> int:
             title,
             f"{summary.mean_score:.3f}",
             f"{summary.success:.0%}",
-            f"{low:.0%} to {high:.0%}",
+            f"{low:.0%}-{high:.0%}",
             f"{summary.steps:.0f}",
             *times,
         )

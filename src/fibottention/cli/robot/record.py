@@ -105,13 +105,13 @@ def _episodes(files: Sequence[Path]) -> Iterable[Episode]:
 
 
 def _check(path: Path, files: Sequence[Path], spec: EnvironmentSpec) -> None:
-    demonstrations = open_demonstrations(path)
-    columns = spec.columns[demonstrations.format]
-    for number, episode in enumerate(_episodes(files)):
-        found = demonstrations.read(number, list(columns.values()))
-        for name, values in {**episode.observations, "action": episode.actions}.items():
-            if not np.array_equal(found[columns[name]].astype(values.dtype), values):
-                raise UserError(f"{path} does not read back as it was written: {columns[name]} of episode {number}")
+    with contextlib.closing(open_demonstrations(path)) as demonstrations:
+        columns = spec.columns[demonstrations.format]
+        for number, episode in enumerate(_episodes(files)):
+            found = demonstrations.read(number, list(columns.values()))
+            for name, values in {**episode.observations, "action": episode.actions}.items():
+                if not np.array_equal(found[columns[name]].astype(values.dtype), values):
+                    raise UserError(f"{path} does not read back as it was written: {columns[name]} of episode {number}")
 
 
 def _size(path: Path) -> int:
