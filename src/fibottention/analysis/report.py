@@ -26,6 +26,7 @@ from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.data import eval_transform, normalization, open_image
 from fibottention.tasks.config import TaskConfig
+from fibottention.tasks.dense.config import DenseConfig
 from fibottention.tasks.kinds import TaskKind, task_kind
 from fibottention.tasks.runs import load_model
 from fibottention.training.run import Run, write_atomically
@@ -60,6 +61,7 @@ class _RunPage:
     command: str | None
     config_text: str
     confusion: str = ""
+    found: list[str] = field(default_factory=list)
     masks: str = ""
     scales: str = ""
     trivial: str = ""
@@ -136,6 +138,9 @@ def _page(folder: Path, name: str, colour: str) -> _RunPage:
     if isinstance(config, ClassificationConfig):
         page.maps, page.maps_note = _attention_figure(model, config, run)
         page.trivial = _trivial_figure(model, config, run)
+    elif isinstance(config, DenseConfig):
+        page.maps_note = "Not drawn for detectors and segmenters."
+        page.found = _found(model, config, best, run)
     elif "classes" in best:
         page.maps_note = "fibottention analyze draws attention maps of videos."
     else:
@@ -149,9 +154,25 @@ def _page(folder: Path, name: str, colour: str) -> _RunPage:
 
 def _about(config: TaskConfig, best: dict[str, Any]) -> str:
     """What a run was trained on."""
+    if isinstance(config, DenseConfig):
+        return f"{config.data.format}, {config.data.target}, {len(best['classes'])} classes"
     if "classes" in best:
         return f"{config.data.name}, {len(best['classes'])} classes"
     return Path(config.data.path).name
+
+
+def _found(model: Any, config: DenseConfig, best: dict[str, Any], run: Run) -> list[str]:
+    """What the model finds in the sample images, drawn into them."""
+    from fibottention.tasks.dense.predict import predict_image  # needs packages that other runs do not
+
+    pictures = []
+    for sample in run.read_json("samples.json") or []:
+        with Image.open(run.folder / sample["file"]) as image:
+            picture, _ = predict_image(model, config, image.convert("RGB"), best["classes"])
+        buffer = io.BytesIO()
+        picture.save(buffer, "PNG")
+        pictures.append(base64.b64encode(buffer.getvalue()).decode())
+    return pictures
 
 
 def _attention_figure(model: nn.Module, config: ClassificationConfig, run: Run) -> tuple[str, str]:
@@ -214,9 +235,11 @@ def _trivial_figure(model: nn.Module, config: ClassificationConfig, run: Run) ->
 
 def _curves(pages: list[_RunPage]) -> Figure:
     kind = pages[0].kind
-    metric, label = next(iter(kind.metrics.items()))
+    recorded = {key for page in pages for record in page.records for key in record}
+    metric, label = next((item for item in kind.metrics.items() if item[0] in recorded), ("", ""))
     label = label if metric in kind.shares else f"{label} (%)"
-    panels = (("train_loss", "training loss"), ("val_loss", "validation loss"), (metric, label))
+    panels = [("train_loss", "training loss"), ("val_loss", "validation loss"), (metric, label)]
+    panels = [panel for panel in panels if panel[0] in recorded]
     figure = Figure(figsize=(11, 3.3 + 0.2 * ((len(pages) + 3) // 4)), layout="constrained")
     for axis, (key, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for page in pages:

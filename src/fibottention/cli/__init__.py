@@ -13,7 +13,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "train": "train a model; without arguments, the demo on embedded images",
     "evaluate": "evaluate a run or a checkpoint on its validation data, or in a simulator",
-    "predict": "classify images or videos, or plan a robot's actions, with a run",
+    "predict": "classify, detect or segment with a run, or plan a robot's actions",
     "benchmark": "time sparse attention against its rivals on this machine",
     "inspect": "show the offsets, density and cost of an attention spec, and draw its masks",
     "analyze": "look into the attention of runs: heads, reach, localisation",
@@ -32,6 +32,7 @@ _EXTRAS = {
     **dict.fromkeys(
         ("cv2", "diffusers", "gym_pusht", "gymnasium", "h5py", "pyarrow", "pymunk", "shapely", "zarr"), "robot"
     ),
+    "faster_coco_eval": "dense",
     **dict.fromkeys(("mujoco", "robosuite"), "robosuite"),
 }
 

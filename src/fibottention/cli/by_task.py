@@ -9,7 +9,7 @@ from fibottention.tasks.runs import find_run, load_config
 
 __all__ = ["named_run", "run_command"]
 
-_PACKAGES = {"classification": "recognition", "video": "recognition", "robot": "robot"}
+_PACKAGES = {"classification": "recognition", "video": "recognition", "robot": "robot", "dense": "dense"}
 
 
 def run_command(command: str, words: list[str]) -> int:

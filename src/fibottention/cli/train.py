@@ -101,8 +101,8 @@ def _train(config: TaskConfig, folder: str, command: str | None, console: Consol
         return _stopped("continue with", folder)
     if summary is not None:
         kind = task_kind(config.task)
-        shown = (f"{label} {kind.show(n, summary[n])}" for n, label in kind.metrics.items() if n in summary)
-        found = next(shown, f"validation loss {summary['val_loss']:.4f}")
+        shown = [f"{label} {kind.show(n, summary[n])}" for n, label in kind.metrics.items() if n in summary]
+        found = shown[0] if shown else f"validation loss {summary['val_loss']:.4f}"
         console.print(
             f"best {found} after epoch {summary['best_epoch']}; run in {folder}; "
             f"next: fibottention report {shlex.quote(folder)}",

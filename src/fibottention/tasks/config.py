@@ -20,6 +20,7 @@ _RANGES: tuple[Range, ...] = (
     ("optim.layer_decay", 1e-6, 1),
     ("optim.lr", 0, None),
     ("optim.base_lr", 0, None),
+    ("optim.backbone_lr", 0, None),
     ("optim.warmup_lr", 0, None),
     ("optim.min_lr", 0, None),
     ("optim.warmup_steps", 0, None),

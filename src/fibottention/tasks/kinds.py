@@ -16,6 +16,7 @@ _CONFIGS = {
     "classification": "ClassificationConfig",
     "video": "VideoConfig",
     "robot": "RobotConfig",
+    "dense": "DenseConfig",
 }
 
 

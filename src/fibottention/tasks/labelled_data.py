@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fibottention.errors import UserError
@@ -49,7 +48,7 @@ def _isolated_seed(seed: int) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-class LabelledDataset(Dataset[tuple[Tensor, int, int]]):
+class LabelledDataset(Dataset[tuple[Any, int, int]]):
     """Transformed samples of a source, as ``(sample, target, unreadable)``.
 
     What a sample looks like depends on the seed, the epoch and its index only, not on the process that loads it.
@@ -59,7 +58,7 @@ class LabelledDataset(Dataset[tuple[Tensor, int, int]]):
 
     Args:
         source: Samples and labels.
-        transform: From what the source gives to a tensor.
+        transform: From what the source gives to what a batch is made of, mostly a tensor.
         blank: What takes the place of an unreadable sample in evaluation, before the transform.
         train: Whether the samples are for training.
         decode: A last step of reading, which may fail as the source may.
@@ -70,7 +69,7 @@ class LabelledDataset(Dataset[tuple[Tensor, int, int]]):
     def __init__(
         self,
         source: LabelledSource,
-        transform: Callable[[Any], Tensor],
+        transform: Callable[[Any], Any],
         *,
         blank: Any,
         train: bool,
@@ -85,7 +84,7 @@ class LabelledDataset(Dataset[tuple[Tensor, int, int]]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+    def __getitem__(self, index: int) -> tuple[Any, int, int]:
         unreadable, place, reason = -1, index % len(self.source), ""
         with _isolated_seed(zlib.crc32(f"{self.seed} {self.epoch} {index}".encode())):
             for attempt in range(_ATTEMPTS if self.train else 1):
@@ -137,6 +136,7 @@ class LabelledData:
         workers: Processes that load samples.
         drop_last: Whether to leave out the last, smaller training batch.
         val_batch_size: Samples per batch of evaluation; ``batch_size`` if None.
+        collate: Makes a batch of samples; they are stacked if None.
     """
 
     def __init__(
@@ -150,10 +150,15 @@ class LabelledData:
         *,
         drop_last: bool,
         val_batch_size: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self.classes, self.sampler = classes, sampler
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
-        settings: dict[str, Any] = {"num_workers": workers, "pin_memory": torch.cuda.is_available()}
+        settings: dict[str, Any] = {
+            "num_workers": workers,
+            "pin_memory": torch.cuda.is_available(),
+            "collate_fn": collate,
+        }
         self.train_loader = DataLoader(train_dataset, batch_size, sampler=sampler, drop_last=drop_last, **settings)
         self.val_loader = DataLoader(val_dataset, val_batch_size or batch_size, **settings)
 

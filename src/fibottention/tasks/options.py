@@ -27,7 +27,7 @@ __all__ = [
     "spec_options",
 ]
 
-_RECIPE_FOLDERS = ("video", "robot")
+_RECIPE_FOLDERS = ("video", "robot", "dense")
 
 
 def option_groups() -> tuple[str, ...]:
@@ -177,7 +177,11 @@ def make_config(recipe: dict[str, Any], overrides: list[str] | None = None) -> T
     for word in [*flat, *words]:
         option = word.split("=")[0]
         # The parser would take an unambiguous beginning of an option for the option.
-        if option.startswith("--") and option not in known and not option.startswith("--model.options."):
+        if (
+            option.startswith("--")
+            and option not in known
+            and not option.startswith(("--model.options.", "--model.head_options."))
+        ):
             raise UserError(_unknown(word, config))
     try:
         groups = parser.instantiate(parser.parse_args([*flat, *words]))

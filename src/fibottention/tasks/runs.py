@@ -85,8 +85,7 @@ def train_run(
     summary = {
         "model": config.model.name,
         **task.summary(),
-        **{name: best[name] for name in task_kind(config.task).metrics if name in best},
-        "val_loss": best["val_loss"],
+        **{name: best[name] for name in (*task_kind(config.task).metrics, "val_loss") if name in best},
         "best_epoch": best["epoch"],
         "epochs": len(records),
         "train_seconds": sum(record["train_seconds"] for record in records),

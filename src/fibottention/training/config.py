@@ -15,6 +15,7 @@ class OptimConfig:
         lr: Learning rate; if null, base_lr times the effective batch size / 256.
         base_lr: Learning rate for an effective batch of 256, used if lr is null.
         transform_lr: Learning rate of the scales s of SATA, which follows the same schedule; lr if null.
+        backbone_lr: Learning rate of the backbone of a model that has one, which follows the same schedule; lr if null.
         weight_decay: Weight decay; biases, norms and the model's own exceptions get none.
         momentum: Momentum of optimizers that have one.
         betas: Betas of Adam-like optimizers; the optimizer's default if null.
@@ -38,6 +39,7 @@ class OptimConfig:
     lr: float | None = None
     base_lr: float = 1e-3
     transform_lr: float | None = None
+    backbone_lr: float | None = None
     weight_decay: float = 0.05
     momentum: float = 0.9
     betas: tuple[float, float] | None = None

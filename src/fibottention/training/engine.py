@@ -210,8 +210,24 @@ class Trainer:
             known = [str(name) for name in list_optimizers()]
             near = "" if optim.name in known else nearest(optim.name, known, "see timm.optim.list_optimizers()")
             raise UserError(f"the optimizer optim.name={optim.name} cannot be made: {error}{near}") from error
+        self._separate_backbone(optimizer)
         self._separate_scales(optimizer)
         return optimizer
+
+    def _separate_backbone(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the backbone's parameters ``backbone_lr``, each with the weight decay that it had."""
+        lr = self.optim.backbone_lr
+        if lr is None:
+            return
+        backbone = getattr(self.task.model, "backbone", None)
+        if not isinstance(backbone, nn.Module):
+            raise UserError(f"optim.backbone_lr={lr} is for models with a backbone, which this one has not")
+        moved = {id(parameter) for parameter in backbone.parameters()}
+        for group in list(optimizer.param_groups):
+            own = [p for p in group["params"] if id(p) in moved]
+            group["params"] = [p for p in group["params"] if id(p) not in moved]
+            if own:
+                optimizer.add_param_group({**group, "params": own, "lr": lr})
 
     def _separate_scales(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the scales of the transforms a group of their own, with ``transform_lr`` and without weight decay."""

@@ -1,0 +1,74 @@
+"""Weights of whole models: of runs, and of UperNet and Mask2Former in transformers' layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fibottention.errors import UserError
+from fibottention.models.neighborhood_checkpoints import convert_checkpoint
+from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
+from fibottention.tasks.weights import load_into
+from fibottention.training.run import load_weights
+
+__all__ = ["load_checkpoint"]
+
+# Where transformers' models keep their backbone, by the names of their parts.
+_BACKBONES = ("model.pixel_level_module.encoder.", "backbone.")
+
+
+def load_checkpoint(model: Any, path: Path) -> None:
+    """Load the weights of a run, or of a folder in transformers' layout, into a model of maybe other classes.
+
+    Args:
+        model: A `fibottention.tasks.dense.model.DenseModel`.
+        path: File of weights, or a folder with ``model.safetensors``, whole or in parts, or ``pytorch_model.bin``.
+
+    Raises:
+        UserError: If they cannot be read or do not fit.
+    """
+    weights = _read_folder(path) if path.is_dir() else load_weights(path)
+    own = model.state_dict()
+    if not any(name.startswith("head.") for name in weights):
+        weights = _from_transformers(model, weights, path)
+    other = [n for n in weights if n in own and own[n].shape != weights[n].shape and _is_classifier(n)]
+    for name in other:  # made for other classes; these begin anew
+        weights[name] = own[name]
+    load_into(model, weights, path)
+
+
+def _is_classifier(name: str) -> bool:
+    return any(
+        part in name
+        for part in ("cls_score", "bbox_pred", "mask_fcn_logits", "classifier.", "class_predictor", "empty_weight")
+    )
+
+
+def _read_folder(folder: Path) -> dict[str, Tensor]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return {name: weight for part in names for name, weight in load_weights(folder / part).items()}
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return load_weights(folder / name)
+    raise UserError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+
+
+def _from_transformers(model: Any, weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    prefix = next((p for p in _BACKBONES if any(name.startswith(p) for name in weights)), None)
+    if prefix is None or not hasattr(model.head, "net"):
+        raise UserError(
+            f"the weights in {path} are neither of a run nor of UperNet or Mask2Former in transformers' layout"
+        )
+    inner = model.backbone.model
+    if not isinstance(inner, NeighborhoodTransformer):
+        raise UserError(
+            f"the weights in {path} are in transformers' layout, which need a NAT or DiNAT backbone, "
+            f"not {type(inner).__name__}"
+        )
+    of_backbone = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+    converted = convert_checkpoint(of_backbone, inner)
+    rest = {f"head.net.{n}": w for n, w in weights.items() if not n.startswith(prefix)}
+    return {f"backbone.model.{n}": w for n, w in converted.items()} | rest

@@ -1,0 +1,219 @@
+"""UperNet and Mask2Former of transformers, over maps that are computed already."""
+
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoBackbone,
+    Mask2FormerConfig,
+    Mask2FormerForUniversalSegmentation,
+    PreTrainedConfig,
+    PreTrainedModel,
+    UperNetConfig,
+    UperNetForSemanticSegmentation,
+)
+from transformers.backbone_utils import BackboneConfigMixin
+from transformers.modeling_outputs import BackboneOutput
+
+from fibottention.errors import UserError
+from fibottention.specs import nearest
+from fibottention.tasks.dense.backbone import Backbone
+from fibottention.tasks.dense.heads.base import DenseHead, Prediction, padded_to, resized_scores
+from fibottention.tasks.dense.sources.base import VOID, Scene, mask_boxes
+
+__all__ = ["Mask2FormerHead", "UperNetHead"]
+
+_OBJECTS = 100  # most per image
+_SURE = 0.8  # smallest score of a segment of a panoptic prediction
+_SEEN = 0.8  # least share of a segment's mask that other segments do not cover
+
+
+class _GivenMapsConfig(BackboneConfigMixin, PreTrainedConfig):
+    model_type = "fibottention_given_maps"
+
+    def __init__(self, channels: list[int] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.channels = channels or [1]
+        self.stage_names = [f"stage{level}" for level in range(1, len(self.channels) + 1)]
+        self._out_features, self._out_indices = self.stage_names, list(range(len(self.channels)))
+
+
+class _GivenMaps(PreTrainedModel):
+    """A backbone for transformers' heads that gives the maps it was given before."""
+
+    config_class = _GivenMapsConfig
+
+    def __init__(self, config: _GivenMapsConfig) -> None:
+        super().__init__(config)
+        self.channels = config.channels
+        self.maps: tuple[Tensor, ...] = ()
+        self.post_init()
+
+    def forward(self, pixel_values: Tensor, **kwargs: Any) -> BackboneOutput:
+        return BackboneOutput(feature_maps=cast(Any, self.maps))
+
+    def forward_with_filtered_kwargs(self, pixel_values: Tensor, **kwargs: Any) -> BackboneOutput:
+        return self(pixel_values)
+
+
+class _Mask2FormerConfig(Mask2FormerConfig):
+    backbones_supported: ClassVar[list[str]] = [_GivenMapsConfig.model_type]
+
+
+AutoBackbone.register(_GivenMapsConfig, _GivenMaps, exist_ok=True)
+
+
+def _make_config(cls: type[Any], backbone: Backbone, num_classes: int, options: dict[str, Any]) -> Any:
+    reserved = {"num_labels", "backbone_config", "id2label", "label2id"}
+    known = [name for name in cls().to_dict() if name not in reserved]
+    for name in options:
+        if name not in known:
+            where = f"see transformers.{cls.__name__.removeprefix('_')}"
+            raise UserError(f"model.head_options has no {name}{nearest(name, known, where)}")
+    maps = _GivenMapsConfig(backbone.channels)
+    try:
+        return cls(backbone_config=maps, num_labels=num_classes, **options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model.head_options: {' '.join(str(error).split())}") from error
+
+
+class UperNetHead(DenseHead):
+    """UperNet with its auxiliary head, for semantic segmentation.
+
+    Args:
+        backbone: What gives the maps.
+        num_classes: Number of classes.
+        options: Arguments of transformers' ``UperNetConfig``.
+    """
+
+    def __init__(self, backbone: Backbone, num_classes: int, options: dict[str, Any]) -> None:
+        super().__init__()
+        config = _make_config(UperNetConfig, backbone, num_classes, {"loss_ignore_index": VOID, **options})
+        self.net: Any = UperNetForSemanticSegmentation(config)
+
+    def losses(
+        self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], scenes: list[Scene]
+    ) -> dict[str, Tensor]:
+        """See `DenseHead`."""
+        self.net.backbone.maps = tuple(features)
+        labels = torch.stack([padded_to(scene["map"], pixels, VOID) for scene in scenes])
+        if not bool((labels != VOID).any()):
+            # The mean over no pixels is no number; all parameters have a gradient of zero instead.
+            return {"loss_class": 0 * self.net(pixels, labels=torch.zeros_like(labels)).loss}
+        return {"loss_class": self.net(pixels, labels=labels).loss}
+
+    def predict(
+        self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], sizes: list[tuple[int, int]]
+    ) -> list[Prediction]:
+        """See `DenseHead`."""
+        self.net.backbone.maps = tuple(features)
+        logits = self.net(pixels).logits
+        return [
+            {"scores": resized_scores(of_image, size, wanted).softmax(0)}
+            for of_image, wanted in zip(logits, sizes, strict=True)
+        ]
+
+
+class Mask2FormerHead(DenseHead):
+    """Mask2Former: queries, each with a class and a mask (arXiv 2112.01527).
+
+    Args:
+        backbone: What gives the maps.
+        things: Per class, whether its objects can be counted.
+        options: Arguments of transformers' ``Mask2FormerConfig``.
+        target: ``"instance"``, ``"semantic"`` or ``"panoptic"``.
+    """
+
+    def __init__(self, backbone: Backbone, things: list[bool], options: dict[str, Any], target: str) -> None:
+        super().__init__()
+        config = _make_config(_Mask2FormerConfig, backbone, len(things), options)
+        self.net: Any = Mask2FormerForUniversalSegmentation(config)
+        self.things, self.target = things, target
+
+    def losses(
+        self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], scenes: list[Scene]
+    ) -> dict[str, Tensor]:
+        """See `DenseHead`."""
+        pairs = [self._masks(scene) for scene in scenes]
+        masks = [padded_to(mask.float(), pixels, 0.0) for mask, _ in pairs]
+        output = self._run(features, pixels, mask_labels=masks, class_labels=[labels for _, labels in pairs])
+        return {"loss_queries": output.loss.squeeze()}
+
+    def _run(self, features: list[Tensor], pixels: Tensor, **labels: Any) -> Any:
+        self.net.model.pixel_level_module.encoder.maps = tuple(features)
+        return self.net(pixels, **labels)
+
+    @staticmethod
+    def _masks(scene: Scene) -> tuple[Tensor, Tensor]:
+        """The masks ``(N, H, W)`` that queries are to find, and their classes."""
+        if "masks" in scene:
+            return scene["masks"], scene["labels"]
+        pixels = scene["map"]
+        if "labels" not in scene:
+            labels = pixels.unique()
+            labels = labels[labels != VOID]
+            return pixels == labels[:, None, None], labels
+        numbers = torch.arange(1, len(scene["labels"]) + 1, device=pixels.device)
+        masks = pixels == numbers[:, None, None]
+        kept = masks.flatten(1).any(1) & ~scene["crowd"]
+        return masks[kept], scene["labels"][kept]
+
+    def predict(
+        self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], sizes: list[tuple[int, int]]
+    ) -> list[Prediction]:
+        """See `DenseHead`."""
+        output = self._run(features, pixels)
+        read = {"instance": self._instances, "semantic": self._semantic, "panoptic": self._panoptic}[self.target]
+        predictions = []
+        for classes, masks, wanted in zip(output.class_queries_logits, output.masks_queries_logits, sizes, strict=True):
+            masks = torch.nn.functional.interpolate(
+                masks[None].float(), pixels.shape[-2:], mode="bilinear", align_corners=False
+            )[0]
+            predictions.append(read(classes.float().softmax(-1), resized_scores(masks, size, wanted)))
+        return predictions
+
+    @staticmethod
+    def _semantic(classes: Tensor, masks: Tensor) -> Prediction:
+        return {"scores": torch.einsum("qc,qhw->chw", classes[:, :-1], masks.sigmoid())}
+
+    @staticmethod
+    def _instances(classes: Tensor, masks: Tensor) -> Prediction:
+        """The best pairs of query and class, scored by the class and by how sure the mask is inside."""
+        probabilities = classes[:, :-1]
+        scores, places = probabilities.flatten().topk(min(_OBJECTS, probabilities.numel()))
+        labels, masks = places % probabilities.shape[1], masks[places // probabilities.shape[1]]
+        inside = masks > 0
+        area = inside.flatten(1).sum(1)
+        sure = (masks.sigmoid() * inside).flatten(1).sum(1) / area.clamp(min=1)
+        found = area > 0
+        inside = inside[found]
+        return {"boxes": mask_boxes(inside), "labels": labels[found], "scores": (scores * sure)[found], "masks": inside}
+
+    def _panoptic(self, classes: Tensor, masks: Tensor) -> Prediction:
+        """Sure queries share the pixels by score; segments of which others cover much are left out."""
+        scores, labels = classes.max(-1)
+        kept = (labels != len(self.things)) & (scores > _SURE)
+        scores, labels, shares = scores[kept], labels[kept], masks[kept].sigmoid()
+        numbers = torch.zeros(masks.shape[-2:], dtype=torch.int64, device=masks.device)
+        found: list[tuple[int, float]] = []
+        stuff: dict[int, int] = {}
+        if len(scores):
+            owner = (scores[:, None, None] * shares).argmax(0)
+            for query, (label, score) in enumerate(zip(labels.tolist(), scores.tolist(), strict=True)):
+                own, whole = owner == query, shares[query] >= 0.5
+                visible = own & whole
+                if not visible.any() or own.sum() / whole.sum() < _SEEN:
+                    continue
+                number = stuff.get(label)
+                if number is None:
+                    found.append((label, score))
+                    number = len(found)
+                    if not self.things[label]:
+                        stuff[label] = number
+                numbers[visible] = number
+        return {
+            "map": numbers,
+            "labels": torch.tensor([label for label, _ in found], dtype=torch.int64, device=masks.device),
+            "scores": torch.tensor([score for _, score in found], device=masks.device),
+        }

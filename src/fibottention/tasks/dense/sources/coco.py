@@ -1,0 +1,222 @@
+"""Instances in the form of COCO: one JSON file with images, annotations and categories."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from faster_coco_eval.core import mask as coco_mask
+
+from fibottention.errors import UserError
+from fibottention.tasks.dense.sources.base import Scene, SceneSource
+
+__all__ = ["CocoInstances", "read_categories", "read_coco", "read_images", "to_rle"]
+
+_BEYOND = 1.0  # pixels that a box may go beyond its image, from rounding
+
+
+def read_coco(path: Path, keys: tuple[str, ...] = ("images", "annotations", "categories")) -> dict[str, Any]:
+    """The content of a JSON file with the lists that COCO's files have.
+
+    Raises:
+        UserError: If it has not.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    for key in keys:
+        entries = content.get(key) if isinstance(content, dict) else None
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise UserError(f"{path} is not a file of COCO's form: it has no list of {key}")
+    return content
+
+
+def read_categories(content: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The categories in the order of their ids, which may have gaps.
+
+    Raises:
+        UserError: If there is none, or one has no name or the id of another.
+    """
+    categories = content["categories"]
+    if not categories or not all({"id", "name"} <= category.keys() for category in categories):
+        raise UserError(f"{path} must have categories with id and name")
+    seen: set[int] = set()
+    for category in categories:
+        if category["id"] in seen:
+            raise UserError(f"{path}: two categories have the id {category['id']}")
+        seen.add(category["id"])
+    return sorted(categories, key=lambda category: category["id"])
+
+
+def read_images(content: dict[str, Any], folder: Path, path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """The images whose files are there, in the order of their ids; the others are noted.
+
+    Raises:
+        UserError: If two images have one id, one lacks a field, or no file is there.
+    """
+    seen: set[int] = set()
+    found = []
+    for image in content["images"]:
+        if not {"id", "file_name", "height", "width"} <= image.keys():
+            raise UserError(f"{path}: each image must have id, file_name, height and width, got {image!r:.80}")
+        if image["id"] in seen:
+            raise UserError(f"{path}: two images have the id {image['id']}, so their annotations cannot be told apart")
+        seen.add(image["id"])
+        if (folder / image["file_name"]).is_file():
+            found.append(image)
+        else:
+            problems.append(f"image {image['id']}: there is no file {folder / image['file_name']}; it is left out")
+    if not found:
+        raise UserError(f"none of the {len(content['images'])} images of {path} is in {folder}")
+    return sorted(found, key=lambda image: image["id"])
+
+
+def to_rle(segmentation: Any, height: int, width: int) -> dict[str, Any]:
+    """Polygons, or counts in either form, as compressed counts."""
+    to_counts: Any = coco_mask.frPyObjects
+    if isinstance(segmentation, list):
+        return coco_mask.merge(to_counts(segmentation, height, width))
+    if isinstance(segmentation["counts"], list):
+        return to_counts(segmentation, height, width)
+    counts = segmentation["counts"]
+    return {"size": [height, width], "counts": counts.encode() if isinstance(counts, str) else counts}
+
+
+class CocoInstances(SceneSource):
+    """Boxes and masks of objects.
+
+    What is wrong with an annotation is noted in ``problems``: one without a usable mask, or of an unknown image or
+    category, is left out, a box that goes beyond its image is cut.
+
+    Args:
+        folder: Folder of the images.
+        path: The JSON file.
+        target: ``"instance"``.
+
+    Raises:
+        UserError: If the file is not of COCO's form or no image is there.
+    """
+
+    targets = ("instance",)
+
+    def __init__(self, folder: Path, path: Path, target: str = "instance") -> None:
+        super().__init__(target)
+        self.folder = folder
+        content = read_coco(path)
+        categories = read_categories(content, path)
+        self.classes = [str(category["name"]) for category in categories]
+        self.things = [True] * len(categories)
+        self.images = read_images(content, folder, path, self.problems)
+        labels = {category["id"]: number for number, category in enumerate(categories)}
+        known = {image["id"] for image in content["images"]}
+        of_image: dict[int, list[dict[str, Any]]] = {image["id"]: [] for image in self.images}
+        sizes = {image["id"]: (image["height"], image["width"]) for image in self.images}
+        seen: set[Any] = set()
+        for annotation in content["annotations"]:
+            number = annotation.get("id")
+            if number in seen:
+                self.problems.append(f"annotation {number}: another one has its id; both are used")
+            seen.add(number)
+            image = annotation.get("image_id")
+            if image in of_image:
+                try:
+                    record = self._record(annotation, labels, *sizes[image])
+                except ValueError as error:
+                    self.problems.append(f"annotation {number} of image {image}: {error}; it is left out")
+                else:
+                    of_image[image].append(record)
+            elif image not in known:
+                self.problems.append(f"annotation {number}: there is no image {image}; it is left out")
+        # As text, since so many small objects would take ten times the memory, in every process that loads images.
+        self._records = [json.dumps(of_image[image["id"]]).encode() for image in self.images]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def path(self, index: int) -> Path:
+        """See `SceneSource`."""
+        return self.folder / self.images[index]["file_name"]
+
+    def has_objects(self, index: int) -> bool:
+        """See `SceneSource`."""
+        return any(not record["crowd"] for record in self.records(index))
+
+    def records(self, index: int) -> list[dict[str, Any]]:
+        """The annotations of an image: ``label``, ``box`` as in COCO, ``segmentation``, ``area`` and ``crowd``."""
+        return json.loads(self._records[index])
+
+    def annotations(self, index: int, scene: Scene) -> list[dict[str, Any]]:
+        """See `SceneSource`; boxes and areas are those of the file."""
+        return self.records(index)
+
+    def scene(self, index: int) -> Scene:
+        """See `SceneSource`."""
+        records = self.records(index)
+        height, width = self.images[index]["height"], self.images[index]["width"]
+        masks = [coco_mask.decode(to_rle(record["segmentation"], height, width)) for record in records]
+        stacked = np.stack(masks) if masks else np.zeros((0, height, width), np.uint8)
+        boxes = torch.tensor([record["box"] for record in records], dtype=torch.float32).reshape(-1, 4)
+        boxes[:, 2:] += boxes[:, :2]
+        boxes[:, 0::2].clamp_(0, width)
+        boxes[:, 1::2].clamp_(0, height)
+        return {
+            "boxes": boxes,
+            "labels": torch.tensor([record["label"] for record in records], dtype=torch.int64),
+            "masks": torch.from_numpy(stacked).bool(),
+            "crowd": torch.tensor([record["crowd"] for record in records], dtype=torch.bool),
+        }
+
+    def _record(self, annotation: dict[str, Any], labels: dict[int, int], height: int, width: int) -> dict[str, Any]:
+        """What is kept of an annotation.
+
+        Raises:
+            ValueError: If it cannot be used.
+        """
+        category, segmentation = annotation.get("category_id"), annotation.get("segmentation")
+        if category not in labels:
+            raise ValueError(f"there is no category {category}")
+        if isinstance(segmentation, list):
+            usable = [p for p in segmentation if isinstance(p, list) and len(p) >= 6 and len(p) % 2 == 0]
+            if not usable:
+                raise ValueError("it has no polygon of three points or more")
+            if len(usable) < len(segmentation):
+                self.problems.append(
+                    f"annotation {annotation.get('id')}: a polygon of fewer than three points is left out"
+                )
+            segmentation = usable
+        elif not isinstance(segmentation, dict) or "counts" not in segmentation:
+            raise ValueError("it has no mask (segmentation)")
+        elif list(segmentation.get("size", [])) != [height, width]:
+            raise ValueError(f"its mask has size {segmentation.get('size')}, its image [{height}, {width}]")
+        box = annotation.get("bbox")
+        if box is None or "area" not in annotation:
+            rle = to_rle(segmentation, height, width)
+            box = [float(x) for x in coco_mask.toBbox(rle)] if box is None else box
+            annotation = {"area": float(coco_mask.area(rle)), **annotation}
+        box = self._inside(annotation.get("id"), [float(x) for x in box], height, width)
+        return {
+            "label": labels[category],
+            "box": box,
+            "segmentation": segmentation,
+            "area": annotation["area"],
+            "crowd": bool(annotation.get("iscrowd", 0)),
+        }
+
+    def _inside(self, number: Any, box: list[float], height: int, width: int) -> list[float]:
+        """A box cut to its image, if it goes beyond it by more than rounding does."""
+        if len(box) != 4 or not all(np.isfinite(box)):
+            raise ValueError(f"its box must be four numbers, got {box}")
+        left, top, wide, high = box
+        cut = [max(left, 0.0), max(top, 0.0), min(left + wide, width), min(top + high, height)]
+        if cut[2] <= cut[0] or cut[3] <= cut[1]:
+            place = "is empty" if wide <= 0 or high <= 0 else f"is outside its image of {width} x {height} pixels"
+            raise ValueError(f"its box {box} {place}")
+        beyond = max(-left, -top, left + wide - width, top + high - height)
+        if beyond <= _BEYOND:
+            return box
+        self.problems.append(
+            f"annotation {number}: its box {box} goes beyond its image of {width} x {height} pixels and is cut"
+        )
+        return [cut[0], cut[1], cut[2] - cut[0], cut[3] - cut[1]]
