@@ -1,5 +1,6 @@
 """Small scenes with exact masks, in every layout that is read: shapes of three classes before a ground and a sky."""
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -181,3 +182,27 @@ def write_cityscapes(root: Path, train: int, val: int, size: int) -> Path:
                 ids[mask] = _CITYSCAPES_IDS[label] * (1 if place == 0 else 1000) + (0 if place == 0 else place)
             Image.fromarray(ids.astype(np.uint16)).save(maps / f"{stem}_gtFine_instanceIds.png")
     return root
+
+
+_WRITERS = {
+    "coco": write_coco,
+    "coco_panoptic": write_coco_panoptic,
+    "ade20k": write_ade20k,
+    "cityscapes": write_cityscapes,
+}
+
+
+def main() -> None:
+    """Write scenes for a try of the commands: ``python -m tests.scenes coco DIR``."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("layout", choices=_WRITERS)
+    parser.add_argument("folder", type=Path, help="new folder")
+    parser.add_argument("--train", type=int, default=600, help="number of training images")
+    parser.add_argument("--val", type=int, default=100, help="number of validation images")
+    parser.add_argument("--size", type=int, default=96, help="shorter side of an image")
+    arguments = parser.parse_args()
+    _WRITERS[arguments.layout](arguments.folder, arguments.train, arguments.val, arguments.size)
+
+
+if __name__ == "__main__":
+    main()

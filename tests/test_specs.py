@@ -26,6 +26,7 @@ from fibottention import (
     SlidingWindow,
     SparseTransformer,
     TopK,
+    WindowPartition,
     fit_macs,
     make_spec,
     patterns,
@@ -36,7 +37,7 @@ from fibottention.specs import nearest
 EXPECTED = {
     "bigbird", "criss_cross", "dense", "dilated_window", "efficient_attention", "exponential", "fibonacci",
     "fibottention", "grid_attention", "linformer", "longformer", "lsa", "neighborhood", "random_pairs", "sata",
-    "sliding_window", "sparse_transformer", "topk",
+    "sliding_window", "sparse_transformer", "topk", "window_partition",
 }  # fmt: skip
 
 
@@ -183,6 +184,16 @@ def test_nearest():
     assert nearest("zzz", ["a", "b"]) == "; valid are a, b"
 
 
+def test_some_layers_see_all():
+    spec = WindowPartition(size=4, global_every=3)
+    kept = [spec.pattern(2, 64, layer=layer).is_dense for layer in range(12)]
+    assert kept == [False, False, True] * 4
+    assert spec.pattern(2, 64).density() == pytest.approx(1 / 4)
+    assert not WindowPartition(size=4).pattern(2, 64, layer=2).is_dense
+    with pytest.raises(ValueError, match="WindowPartition: size must be at least 1 and global_every at least 0"):
+        WindowPartition(global_every=-1)
+
+
 def test_options_are_what_they_look_like_in_yaml():
     """YAML reads on, off, yes and no as true and false, also as names."""
     for name in spec_names():
@@ -195,6 +206,7 @@ def test_options_are_what_they_look_like_in_yaml():
 FITTING = [
     BigBird(), DilatedWindow(), Exponential(), Fibonacci(), Fibottention(), GridAttention(), Linformer(), Longformer(),
     Neighborhood(), RandomPairs(), SlidingWindow(), SparseTransformer(window=0), SATA(over=Longformer()),
+    WindowPartition(),
 ]  # fmt: skip
 
 

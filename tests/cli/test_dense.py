@@ -1,6 +1,7 @@
 """Detection and segmentation as a user runs them, in processes of their own."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from fibottention.cli import main
-from tests.scenes import write_ade20k, write_coco
+from tests.scenes import write_ade20k, write_coco, write_coco_panoptic
 
 COMMAND = [sys.executable, "-m", "fibottention.cli"]
 SMALL = [
@@ -61,7 +62,16 @@ def test_evaluate(trained):
     assert content["mask_ap"] == pytest.approx(best["mask_ap"], abs=0.5)
     assert list(content["mask_ap_by_class"]) == ["disc", "square", "triangle"]
     averaged = run(
-        "evaluate", "classes", "--json", "--data.test_scales", "[0.75, 1]", "--data.test_flip", "true", cwd=folder
+        "evaluate",
+        "classes",
+        "--json",
+        "--batch-size",
+        "1",
+        "--data.test_scales",
+        "[0.75, 1]",
+        "--data.test_flip",
+        "true",
+        cwd=folder,
     )
     content = json.loads(averaged.stdout)
     best = json.loads((folder / "classes" / "best.json").read_text())
@@ -96,9 +106,39 @@ def test_report_and_resume(trained):
     page = (folder / "report.html").read_text()
     assert "Found in validation images" in page
     assert page.count("finds in an image") == 12
+    assert "mask AP" in page
+    assert "mean IoU" in page
     resumed = run("train", "--resume", "boxes", cwd=folder)
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed after epoch 1" in resumed.stdout
+
+
+@pytest.mark.parametrize(
+    ("recipe", "data", "options"),
+    [
+        ("maskrcnn_dinat_cpu", "coco", ["--augment.sizes=[48,64]"]),
+        (
+            "mask2former_dinat_cpu",
+            "panoptic",
+            ["--augment.jitter=null", "--augment.crop=null", "--augment.sizes=[48,64]"],
+        ),
+    ],
+)
+def test_two_processes_with_images_of_other_sizes(trained, recipe, data, options):
+    """One may have more sizes in a batch than the other, so none may wait for the other within a step."""
+    folder = trained[0]
+    if not (folder / "panoptic").exists():
+        write_coco_panoptic(folder / "panoptic", 16, 5, 64)
+    words = [f"--data.root={data}", *SMALL, "--train.batch_size=4", "--data.limit=16", f"--train.output=two_{data}"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+    result = subprocess.run(
+        [*launch, "fibottention.cli", "train", f"dense/{recipe}", *words, *options],
+        cwd=folder, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "2 x cpu" in result.stdout
+    best = json.loads((folder / f"two_{data}" / "best.json").read_text())
+    assert best["images"] == 2  # a sixth of the limit, each counted once
 
 
 def test_a_vision_transformer_with_another_spec(trained):
@@ -130,6 +170,10 @@ def test_a_vision_transformer_with_another_spec(trained):
         (["predict", "boxes", "coco"], "cannot read coco: a folder, not an image"),
         (["predict", "boxes", "boxes/config.yaml"], "cannot read boxes/config.yaml: not an image"),
         (["predict", "boxes", "a/x.png", "b/x.png"], "two images are named x"),
+        (
+            ["predict", "boxes", "coco/val2017/000000.png", "--output", "coco/val2017"],
+            "would be written over the image",
+        ),
         (["predict", "boxes", "x.png", "--threshold", "2"], "--threshold must be in 0 .. 1, got 2"),
         (["analyze", "boxes"], "boxes is a dense run, which cannot be analyzed"),
     ],

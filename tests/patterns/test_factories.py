@@ -231,6 +231,21 @@ def test_grid_size_is_checked():
         patterns.grid(2, (5, 7), 6)
 
 
+@pytest.mark.parametrize(("grid_size", "size"), [((14, 14), 7), ((5, 7), 3), ((4, 6), 1), ((3, 9), 20)])
+def test_window_partition_by_loops(grid_size, size):
+    height, width = grid_size
+    mask = patterns.window_partition(2, grid_size, size, prefix_tokens=1).mask()
+    for query in range(height * width):
+        for key in range(height * width):
+            same_row = query // width // size == key // width // size
+            same_column = query % width // size == key % width // size
+            assert bool(mask[1, 1 + query, 1 + key]) == (same_row and same_column)
+    assert mask[:, 0].all()
+    assert mask[:, :, 0].all()
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
+        patterns.window_partition(2, grid_size, 0)
+
+
 def test_axial():
     pattern = patterns.axial(2, (3, 4), prefix_tokens=1)
     i, j = np.mgrid[:12, :12]

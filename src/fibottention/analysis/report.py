@@ -34,6 +34,7 @@ from fibottention.training.run import Run, write_atomically
 __all__ = ["encode_figure", "write_page", "write_report"]
 
 _LARGEST_CONFUSION = 30
+_LOSSES = {"train_loss": "training loss", "val_loss": "validation loss"}
 # Pictures of fibottention analyze.
 _ANALYSES = {
     "diversity.png": "Distance between heads, by layer",
@@ -140,7 +141,7 @@ def _page(folder: Path, name: str, colour: str) -> _RunPage:
         page.trivial = _trivial_figure(model, config, run)
     elif isinstance(config, DenseConfig):
         page.maps_note = "Not drawn for detectors and segmenters."
-        page.found = _found(model, config, best, run)
+        page.found = _found(model, best, run)
     elif "classes" in best:
         page.maps_note = "fibottention analyze draws attention maps of videos."
     else:
@@ -161,14 +162,14 @@ def _about(config: TaskConfig, best: dict[str, Any]) -> str:
     return Path(config.data.path).name
 
 
-def _found(model: Any, config: DenseConfig, best: dict[str, Any], run: Run) -> list[str]:
+def _found(model: Any, best: dict[str, Any], run: Run) -> list[str]:
     """What the model finds in the sample images, drawn into them."""
     from fibottention.tasks.dense.predict import predict_image  # needs packages that other runs do not
 
     pictures = []
     for sample in run.read_json("samples.json") or []:
         with Image.open(run.folder / sample["file"]) as image:
-            picture, _ = predict_image(model, config, image.convert("RGB"), best["classes"])
+            picture, _ = predict_image(model, image.convert("RGB"), best["classes"])
         buffer = io.BytesIO()
         picture.save(buffer, "PNG")
         pictures.append(base64.b64encode(buffer.getvalue()).decode())
@@ -236,10 +237,12 @@ def _trivial_figure(model: nn.Module, config: ClassificationConfig, run: Run) ->
 def _curves(pages: list[_RunPage]) -> Figure:
     kind = pages[0].kind
     recorded = {key for page in pages for record in page.records for key in record}
-    metric, label = next((item for item in kind.metrics.items() if item[0] in recorded), ("", ""))
-    label = label if metric in kind.shares else f"{label} (%)"
-    panels = [("train_loss", "training loss"), ("val_loss", "validation loss"), (metric, label)]
-    panels = [panel for panel in panels if panel[0] in recorded]
+    panels = [(key, label) for key, label in _LOSSES.items() if key in recorded]
+    for page in pages:
+        first = next((name for name in kind.metrics if any(name in record for record in page.records)), None)
+        if first is not None and first not in dict(panels):
+            label = kind.metrics[first]
+            panels.append((first, label if first in kind.shares else f"{label} (%)"))
     figure = Figure(figsize=(11, 3.3 + 0.2 * ((len(pages) + 3) // 4)), layout="constrained")
     for axis, (key, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for page in pages:

@@ -12,6 +12,8 @@ from fibottention.specs import AttentionCost, AttentionSpec, GridSize
 
 __all__ = ["PatternAttention"]
 
+_SIZES = 16  # numbers of tokens whose patterns are kept, since images of all sizes would fill the memory
+
 
 class PatternAttention(nn.Module):
     """Attention as a spec describes it, for queries, keys and values of any token count.
@@ -113,6 +115,8 @@ class PatternAttention(nn.Module):
                 f"{self.spec.name} needs the grid of the tokens: the sequence has {num_tokens} patch tokens, but the "
                 f"grid is {grid_size[0]} x {grid_size[1]}"
             )
+        if len(self._patterns) == _SIZES:
+            del self._patterns[next(iter(self._patterns))]
         self._patterns[sequence_length, grid_size] = self.spec.pattern(
             self.num_heads,
             num_tokens,

@@ -3,7 +3,7 @@
 In every factory ``num_tokens`` counts the patch tokens; prefix tokens (CLS, registers) come on top of it.
 """
 
-from fibottention.patterns.blocks import axial, bigbird, fixed, grid, random, strided
+from fibottention.patterns.blocks import axial, bigbird, fixed, grid, random, strided, window_partition
 from fibottention.patterns.fibonacci import fibonacci, offsets, wythoff
 from fibottention.patterns.neighborhood import clear_neighborhood_cache, neighborhood
 from fibottention.patterns.pattern import Pattern, SparseRows
@@ -27,5 +27,6 @@ __all__ = [
     "random",
     "sliding_window",
     "strided",
+    "window_partition",
     "wythoff",
 ]

@@ -177,10 +177,30 @@ def grid(num_heads: int, grid_size: tuple[int, int], size: int = 7, *, prefix_to
     y, x = np.divmod(np.arange(height * width), width)
     rows = y[:, None] % steps[0] + np.arange(size)[None] * steps[0]
     columns = x[:, None] % steps[1] + np.arange(size)[None] * steps[1]
-    keys = rows[:, :, None] * width + columns[:, None, :]
-    outside = (rows >= height)[:, :, None] | (columns >= width)[:, None, :]
-    keys = np.where(outside, height * width, keys).reshape(height * width, -1)
-    return _shared_rows(keys, num_heads, height * width, prefix_tokens)
+    return _rows_by_columns(rows, columns, num_heads, grid_size, prefix_tokens)
+
+
+def window_partition(num_heads: int, grid_size: tuple[int, int], size: int = 14, *, prefix_tokens: int = 0) -> Pattern:
+    """Windows side by side: each query sees the tokens of its own window of ``size`` by ``size``.
+
+    Windows at the right and at the bottom are smaller where the grid is no multiple of their size. Prefix tokens see
+    and are seen by all tokens. Source: ViTDet, arXiv 2203.16527, without its padding.
+
+    Args:
+        num_heads: Number of heads.
+        grid_size: Height and width of the grid of patch tokens, in raster order.
+        size: Side of a window.
+        prefix_tokens: Number of prefix tokens.
+
+    Raises:
+        ValueError: If ``size`` is below 1.
+    """
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    height, width = grid_size
+    y, x = np.divmod(np.arange(height * width), width)
+    rows, columns = (axis[:, None] // size * size + np.arange(min(size, max(grid_size))) for axis in (y, x))
+    return _rows_by_columns(rows, columns, num_heads, grid_size, prefix_tokens)
 
 
 def _stride(num_tokens: int, stride: int | None) -> int:
@@ -188,6 +208,17 @@ def _stride(num_tokens: int, stride: int | None) -> int:
     if stride < 1:
         raise ValueError(f"stride must be at least 1, got {stride}")
     return stride
+
+
+def _rows_by_columns(
+    rows: Int64Array, columns: Int64Array, num_heads: int, grid_size: tuple[int, int], prefix_tokens: int
+) -> Pattern:
+    """Pattern of queries that see the tokens where their rows and columns of the grid cross, those outside dropped."""
+    height, width = grid_size
+    keys = rows[:, :, None] * width + columns[:, None, :]
+    outside = (rows >= height)[:, :, None] | (columns >= width)[:, None, :]
+    keys = np.where(outside, height * width, keys).reshape(height * width, -1)
+    return _shared_rows(keys, num_heads, height * width, prefix_tokens)
 
 
 def _shared_rows(keys: Int64Array, num_heads: int, num_tokens: int, prefix_tokens: int) -> Pattern:

@@ -19,6 +19,7 @@ from fibottention.specs.keep import (
     RandomPairs,
     SlidingWindow,
     SparseTransformer,
+    WindowPartition,
 )
 from fibottention.specs.rivals import EfficientAttention, Linformer, TopK
 from fibottention.specs.size import fit_macs, fit_share
@@ -46,6 +47,7 @@ __all__ = [
     "SlidingWindow",
     "SparseTransformer",
     "TopK",
+    "WindowPartition",
     "fit_macs",
     "fit_share",
     "make_spec",

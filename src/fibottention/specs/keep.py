@@ -442,3 +442,42 @@ class GridAttention(AttentionSpec):
     ) -> Pattern:
         """See `AttentionSpec.pattern`."""
         return patterns.grid(num_heads, grid_size or square_grid(num_tokens), self.size, prefix_tokens=prefix_tokens)
+
+
+@dataclass(frozen=True)
+class WindowPartition(AttentionSpec):
+    """ViTDet's windows side by side on the grid of patches; see `fibottention.patterns.window_partition`.
+
+    Attributes:
+        size: Side of a window, in patches.
+        global_every: Every so many layers one sees all patches: 3 for ViTDet's 4 of 12 layers; none if 0.
+    """
+
+    name: ClassVar[str] = "window_partition"
+    needs_grid: ClassVar[bool] = True
+    size_option: ClassVar[str | None] = "size"
+    size: int = 14
+    global_every: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.size < 1 or self.global_every < 0:
+            raise ValueError(
+                f"WindowPartition: size must be at least 1 and global_every at least 0, got {self.size} and "
+                f"{self.global_every}"
+            )
+
+    def pattern(
+        self,
+        num_heads: int,
+        num_tokens: int,
+        *,
+        prefix_tokens: int = 0,
+        layer: int = 0,
+        grid_size: GridSize | None = None,
+    ) -> Pattern:
+        """See `AttentionSpec.pattern`."""
+        if self.global_every and (layer + 1) % self.global_every == 0:
+            return patterns.dense(num_heads, num_tokens, prefix_tokens=prefix_tokens)
+        grid = grid_size or square_grid(num_tokens)
+        return patterns.window_partition(num_heads, grid, self.size, prefix_tokens=prefix_tokens)

@@ -188,7 +188,10 @@ def load_model(path: str | Path) -> tuple[nn.Module, TaskConfig, dict[str, Any],
 
 def _forget_sources(config: TaskConfig) -> None:
     """Let the model not start from other weights, which the run's own take the place of."""
-    config.model.pretrained, config.model.checkpoint = type(config.model)().pretrained, None
+    defaults = type(config.model)()
+    for source in ("pretrained", "checkpoint", "backbone_checkpoint"):
+        if hasattr(defaults, source):
+            setattr(config.model, source, getattr(defaults, source))
 
 
 def environment(accelerator: Accelerator) -> dict[str, str]:

@@ -29,7 +29,14 @@ BACKBONES = {
     ),
 }
 
-RCNN = {"channels": 16, "box_features": 32, "mask_layers": 1, "anchor_sizes": [8, 16, 32, 64, 128], "proposals": 60}
+RCNN = {
+    "channels": 16,
+    "box_features": 32,
+    "mask_layers": 1,
+    "anchor_sizes": [8, 16, 32, 64, 128],
+    "train_proposals": 60,
+    "proposals": 60,
+}
 MASK2FORMER = {
     "hidden_dim": 32,
     "feature_size": 32,
@@ -57,7 +64,7 @@ def model_config(head: str, backbone: str = "dinat") -> DenseConfig:
     name, options, attention = BACKBONES[backbone]
     kind, target, head_options = HEADS[head]
     return DenseConfig(
-        data=DenseDataConfig(target=target),
+        data=DenseDataConfig(target=target, test_size=None),
         model=DenseModelConfig(name=name, head=kind, options=dict(options), head_options=dict(head_options)),
         attention={"name": attention},
     )

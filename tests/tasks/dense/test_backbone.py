@@ -62,6 +62,13 @@ def test_dense_attention_changes_nothing():
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+def test_channels_of_a_simple_pyramid():
+    model, _ = build_backbone(config("vit"), None, 24)
+    assert model.channels == [24] * 4
+    assert model.has_simple_pyramid
+    assert model(torch.randn(1, 3, 64, 64))[0].shape == (1, 24, 32, 32)
+
+
 def test_simple_pyramid():
     maps = SimplePyramid(12, 8)(torch.randn(1, 12, 6, 10))
     assert [tuple(m.shape[1:]) for m in maps] == [(8, 24, 40), (8, 12, 20), (8, 6, 10), (8, 3, 5)]

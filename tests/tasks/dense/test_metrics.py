@@ -55,18 +55,19 @@ def test_average_precision_is_that_of_pycocotools(tmp_path, form):
     for index in range(len(source)):
         scene = source.scene(index)
         found = disturbed(scene, index)
-        records[index] = metric.record(index, found, scene)
+        records[index] = metric.record(found, scene)
         for place in range(len(found["labels"])):
             left, top, right, bottom = found["boxes"][place].tolist()
-            results.append(
-                {
-                    "image_id": source.images[index]["id"],
-                    "category_id": ids[found["labels"][place]],
-                    "score": float(found["scores"][place]),
-                    "bbox": [left, top, right - left, bottom - top],
-                    "segmentation": encode_mask(found["masks"][place]),
-                }
-            )
+            entry = {
+                "image_id": source.images[index]["id"],
+                "category_id": ids[found["labels"][place]],
+                "score": float(found["scores"][place]),
+            }
+            if form == "bbox":
+                entry["bbox"] = [left, top, right - left, bottom - top]
+            else:  # with a box, its area would count as that of the mask
+                entry["segmentation"] = encode_mask(found["masks"][place])
+            results.append(entry)
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO(str(path))
         evaluation = COCOeval(truth, truth.loadRes(results), form)
@@ -93,8 +94,8 @@ def test_average_precision_of_the_truth_and_of_nothing(tmp_path):
         scene = source.scene(index)
         found = {name: scene[name] for name in ("boxes", "labels", "masks")}
         found["scores"] = torch.ones(len(scene["labels"]))
-        perfect[index] = metric.record(index, found, scene)
-        nothing[index] = metric.record(index, {name: value[:0] for name, value in found.items()}, scene)
+        perfect[index] = metric.record(found, scene)
+        nothing[index] = metric.record({name: value[:0] for name, value in found.items()}, scene)
     assert metric.summarize(perfect)[0]["mask_ap"] == pytest.approx(100)
     assert metric.summarize(perfect)[0]["box_ap"] == pytest.approx(100)
     assert metric.summarize(nothing)[0]["mask_ap"] == 0
@@ -107,11 +108,11 @@ def test_instances_of_cityscapes_have_the_areas_of_their_masks(tmp_path):
     records = {}
     for index in range(len(source)):
         scene = source.scene(index)
-        entries = source.annotations(index, scene)
+        entries = source.annotations(index)
         assert [entry["area"] for entry in entries] == scene["masks"].flatten(1).sum(1).tolist()
         found = {name: scene[name][~scene["crowd"]] for name in ("boxes", "labels", "masks")}
         found["scores"] = torch.ones(len(found["labels"]))
-        records[index] = metric.record(index, found, scene)
+        records[index] = metric.record(found, scene)
     assert metric.summarize(records)[0]["mask_ap"] == pytest.approx(100)  # groups are not asked for
 
 
@@ -127,7 +128,7 @@ def test_mean_iou_is_that_of_torchmetrics(tmp_path):
         guess = torch.randint(5, scene["map"].shape, generator=generator)
         kept = torch.rand(guess.shape, generator=generator) < 0.6
         guess = torch.where(kept & (scene["map"] != VOID), scene["map"], guess)
-        records[index] = metric.record(index, {"map": guess}, scene)
+        records[index] = metric.record({"map": guess}, scene)
         found.append(guess.flatten())
         true.append(scene["map"].flatten())
     found, true = torch.cat(found), torch.cat(true)
@@ -145,7 +146,7 @@ def test_classes_that_nowhere_occur_do_not_count(tmp_path):
     source = open_source(DenseDataConfig(format="ade20k", root=str(root), target="semantic"), train=False)
     metric = make_metric(source)
     scene = {"map": torch.tensor([[0, 0, 1, VOID]])}
-    record = metric.record(0, {"map": torch.tensor([[0, 1, 1, 4]])}, scene)
+    record = metric.record({"map": torch.tensor([[0, 1, 1, 4]])}, scene)
     metrics, details = metric.summarize({0: record})
     assert metrics["miou"] == pytest.approx(50)
     assert details["iou_by_class"] == {"sky": 50, "ground": 50, "disc": None, "square": None, "triangle": None}
@@ -173,7 +174,7 @@ def test_panoptic_quality_is_that_of_torchmetrics(panoptic):
         labels = scene["labels"].clone()
         if index % 2:
             labels[-1] = (labels[-1] + 1) % 3
-        records[index] = metric.record(index, {"map": guess, "labels": labels}, scene)
+        records[index] = metric.record({"map": guess, "labels": labels}, scene)
         # torchmetrics wants pairs of class and number; class 99 is void.
         pairs = []
         for pixels, of_segment in ((guess, labels), (scene["map"], scene["labels"])):
@@ -201,7 +202,7 @@ def test_panoptic_quality_by_hand(panoptic):
     # The disc has 3 of its 4 pixels and one more (3 / 5); void 2 of 3; of the crowd 3 of 4; the sky all 6.
     found = torch.tensor([[1, 1, 1, 0, 1, 0, 0] + [2, 2, 0] + [3, 3, 3, 0] + [4] * 6])
     guess = {"map": found, "labels": torch.tensor([disc, square, triangle, sky])}
-    stats = np.array(metric.record(0, guess, scene))
+    stats = np.array(metric.record(guess, scene))
     np.testing.assert_allclose(stats[disc], [0.6, 1, 0, 0])
     np.testing.assert_allclose(stats[square], [0, 0, 0, 1])  # missed; what was found in the void is ignored
     np.testing.assert_allclose(stats[triangle], [0, 0, 0, 0])  # within the crowd
@@ -212,6 +213,6 @@ def test_panoptic_quality_by_hand(panoptic):
     assert metrics["pq"] == pytest.approx((60 + 0 + 100) / 3)
     assert details["pq_things"] == pytest.approx(30)
     wrong = {"map": found, "labels": torch.tensor([square, square, disc, sky])}
-    stats = np.array(metric.record(0, wrong, scene))
+    stats = np.array(metric.record(wrong, scene))
     np.testing.assert_allclose(stats[disc], [0, 0, 1, 1])  # a crowd of another class excuses nothing
     np.testing.assert_allclose(stats[square], [0, 0, 1, 1])

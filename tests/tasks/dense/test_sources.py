@@ -102,6 +102,21 @@ def first(content):
         (lambda c: first(c).update(category_id=1), "there is no category 1", 1),
         (lambda c: first(c).update(image_id=777), "there is no image 777", 1),
         (lambda c: first(c).update(id=2), "another one has its id", 0),
+        (lambda c: first(c).update(bbox=5), "its box must be four numbers, got 5", 1),
+        (lambda c: first(c).update(bbox=[1, None, 3, 4]), "its box must be four numbers", 1),
+        (lambda c: first(c).update(bbox="1234"), "its box must be four numbers", 1),
+        (lambda c: first(c).update(category_id=[1]), r"there is no category [1]", 1),
+        (lambda c: first(c).update(image_id=[1]), "there is no image None", 1),
+        (lambda c: first(c).update(iscrowd="0"), "iscrowd must be 0 or 1, got '0'", 1),
+        (lambda c: first(c).update(area=-5), "its area must be a number, at least 0, got -5", 1),
+        (lambda c: first(c).update(area="big"), "its area must be a number", 1),
+        (lambda c: first(c)["segmentation"].update(size=None), "its mask has size None", 1),
+        (lambda c: first(c)["segmentation"].update(counts=[1, 2, 3]), "its mask cannot be decoded", 1),
+        (lambda c: first(c)["segmentation"].update(counts="1"), "its mask cannot be decoded", 1),
+        (lambda c: first(c)["segmentation"].update(counts=None), "its mask cannot be decoded", 1),
+        (lambda c: first(c).update(segmentation=[[None] * 6]), "its polygon must be of numbers", 1),
+        (lambda c: first(c).update(segmentation=[["a"] * 6]), "its polygon must be of numbers", 1),
+        (lambda c: first(c).update(segmentation=[[float("nan")] * 6]), "its polygon must be of numbers", 1),
     ],
 )
 def test_wrong_annotations_are_named_and_left_out_or_mended(coco, edit, sentence, lost):
@@ -114,6 +129,14 @@ def test_wrong_annotations_are_named_and_left_out_or_mended(coco, edit, sentence
     boxes = torch.cat([source.scene(i)["boxes"] for i in range(len(source))])
     assert boxes.min() >= 0
     assert (boxes[:, 2:] > boxes[:, :2]).all()
+
+
+def test_annotations_need_no_id(coco):
+    def edit(content):
+        for annotation in content["annotations"]:
+            del annotation["id"]
+
+    assert change(coco, edit).problems == []
 
 
 def test_missing_boxes_and_areas_are_those_of_the_masks(coco):
@@ -143,7 +166,10 @@ def test_a_missing_image_is_named_and_left_out(coco):
         (lambda c: c["categories"][1].update(id=2), "two categories have the id 2"),
         (lambda c: c["categories"].clear(), "must have categories"),
         (lambda c: c.pop("annotations"), "no list of annotations"),
-        (lambda c: c["images"][0].pop("width"), "file_name, height and width"),
+        (lambda c: c["images"][0].pop("width"), "must have id, height and width"),
+        (lambda c: c["images"][0].update(file_name=3), "must have id, height and width"),
+        (lambda c: c["images"][0].update(id="x"), "must have id, height and width"),
+        (lambda c: c["categories"][0].update(id=[1]), "must have categories with a number as id"),
         (lambda c: [i.update(file_name="x" + i["file_name"]) for i in c["images"]], "none of the 2 images"),
     ],
 )
@@ -216,6 +242,35 @@ def test_wrong_panoptic_annotations(tmp_path):
         change(root, lambda content: None, kind="panoptic")
 
 
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (lambda a: a["segments_info"][0].pop("id"), "its id must be a number"),
+        (lambda a: a["segments_info"][0].update(id=a["segments_info"][1]["id"]), "another one has its id"),
+        (lambda a: a["segments_info"][0].update(category_id=[3]), "there is no category"),
+        (lambda a: a.update(segments_info=None), "a list of segments_info"),
+        (lambda a: a.update(segments_info=[3]), "a list of segments_info"),
+        (lambda a: a.update(file_name=3), "must have image_id, file_name"),
+        (lambda a: a.update(image_id=[3]), "must have image_id, file_name"),
+    ],
+)
+def test_other_wrong_panoptic_annotations(tmp_path, edit, sentence):
+    root = write_coco_panoptic(tmp_path / "panoptic", 1, 2, 48)
+    try:
+        found = change(root, lambda content: edit(content["annotations"][0]), kind="panoptic").problems
+    except UserError as error:
+        found = [str(error)]
+    assert len(found) == 1
+    assert sentence in found[0]
+
+
+def test_images_of_16_bits(coco):
+    source = change(coco, lambda content: None)
+    shape = (source.images[0]["height"], source.images[0]["width"])
+    Image.fromarray(np.full(shape, 257 * 100, np.uint16)).save(source.path(0))
+    assert source.load(0)[0].getpixel((3, 3)) == (100, 100, 100)
+
+
 def test_ade20k(tmp_path):
     root = write_ade20k(tmp_path / "ade", 2, 1, 48)
     source = open_source(DenseDataConfig(format="ade20k", root=str(root), target="semantic"), train=True)
@@ -227,6 +282,9 @@ def test_ade20k(tmp_path):
     (root / "objectInfo150.txt").unlink()
     source = open_source(DenseDataConfig(format="ade20k", root=str(root), target="semantic"), train=True)
     assert (len(source), len(source.problems), len(source.classes)) == (1, 1, 150)
+    (root / "objectInfo150.txt").write_text("Idx\n")
+    with pytest.raises(UserError, match="must have a line per class"):
+        open_source(DenseDataConfig(format="ade20k", root=str(root), target="semantic"), train=True)
 
 
 @pytest.mark.parametrize("target", ["instance", "semantic", "panoptic"])

@@ -266,8 +266,8 @@ def test_recipes_have_the_published_settings(name):
 
 
 def test_kinds():
-    assert task_names() == ["classification", "video", "robot"]
-    assert [task_kind(name).sample for name in task_names()] == ["images", "videos", "episodes"]
+    assert task_names() == ["classification", "video", "robot", "dense"]
+    assert [task_kind(name).sample for name in task_names()] == ["images", "videos", "episodes", "images"]
     with pytest.raises(UserError, match="no task is named 'vido'; did you mean 'video'?"):
         make_config({"task": "vido"})
     with pytest.raises(UserError, match="there is no option --augment.mixup"):

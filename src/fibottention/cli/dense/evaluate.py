@@ -52,7 +52,7 @@ def run(words: list[str]) -> int:
         made = make_config(merge_options(config.to_dict(), {"data": changed}))
         assert isinstance(made, DenseConfig)
         config = made
-        model.test_scales, model.test_flip = config.data.test_scales, config.data.test_flip
+        model.data = config.data
     if attention:
         put = partial(sparsify, model.backbone.model)
         config.attention = changed_spec(attention, "attention", model, config.train.seed, put)

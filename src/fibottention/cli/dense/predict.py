@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fibottention.cli.options import CommandParser, make_console
 from fibottention.errors import UserError
 from fibottention.tasks.dense.config import DenseConfig
 from fibottention.tasks.dense.predict import predict_image
+from fibottention.tasks.dense.sources.base import to_rgb
 from fibottention.tasks.runs import load_model
 from fibottention.training.engine import make_accelerator
 from fibottention.training.run import write_atomically
@@ -43,8 +44,11 @@ def run(words: list[str]) -> int:
     assert isinstance(config, DenseConfig)
     if arguments.device is not None:
         config.train.device = arguments.device
-    model.to(make_accelerator(config.train).device)
     folder = arguments.output or run_.folder / "predictions"
+    given = {path.resolve() for path in arguments.files}
+    if own := next((p for s in stems if (p := (folder / f"{s}.png").resolve()) in given), None):
+        raise UserError(f"--output: the drawing would be written over the image {own}; name another folder")
+    model.to(make_accelerator(config.train).device)
     predictions, unread = [], []
     console = make_console()
     for path in arguments.files:
@@ -53,7 +57,7 @@ def run(words: list[str]) -> int:
         except UserError as error:
             unread.append(f"cannot read {path}: {error}")
             continue
-        picture, found = predict_image(model, config, image, saved["classes"], arguments.threshold)
+        picture, found = predict_image(model, image, saved["classes"], arguments.threshold)
         content = {"image": str(path), "height": image.height, "width": image.width, **found}
         _write(folder, path.stem, picture, content)
         predictions.append(content)
@@ -71,7 +75,7 @@ def _read(path: Path) -> Image.Image:
         raise UserError("a folder, not an image" if path.is_dir() else "no such file")
     try:
         with Image.open(path) as file:
-            return file.convert("RGB")
+            return to_rgb(ImageOps.exif_transpose(file))
     except UnidentifiedImageError as error:
         raise UserError("not an image") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:

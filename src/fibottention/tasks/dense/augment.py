@@ -12,7 +12,7 @@ from torchvision.transforms.v2 import functional as F
 from fibottention.tasks.dense.config import DenseConfig
 from fibottention.tasks.dense.sources.base import VOID, Scene, mask_boxes
 
-__all__ = ["TestTransform", "TrainTransform", "fitted"]
+__all__ = ["TrainTransform", "fitted", "to_pixels"]
 
 _MEAN_COLOR = [124, 116, 104]
 _FIRST_SIZES = (400, 500, 600)  # DETR's, before its crop of 384 .. 600 pixels a side
@@ -28,24 +28,16 @@ def fitted(height: int, width: int, shorter: float, longest: float) -> tuple[int
     return max(1, round(height * scale)), max(1, round(width * scale))
 
 
-class TestTransform:
-    """Images as they are evaluated; what is in them stays as it is.
+def to_pixels(sample: tuple[Image.Image, Scene]) -> tuple[Tensor, Scene]:
+    """From an image to its pixels ``(3, H, W)`` of uint8; what is in it stays as it is."""
+    return F.pil_to_tensor(sample[0]), sample[1]
 
-    Args:
-        size: Length of the shorter side; that of the image if None.
-        max_size: Longest side.
-    """
 
-    def __init__(self, size: int | None, max_size: int) -> None:
-        self.size, self.max_size = size, max_size
+class _Distort(v2.RandomPhotometricDistort):
+    """Brightness, contrast, saturation and hue, without torchvision's permutation of the colours."""
 
-    def __call__(self, sample: tuple[Image.Image, Scene]) -> tuple[Tensor, Scene]:
-        """From an image and what is in it to pixels ``(3, H, W)`` of uint8 and what is in it."""
-        image, scene = sample
-        pixels = F.pil_to_tensor(image)
-        if self.size is not None:
-            pixels = F.resize(pixels, list(fitted(image.height, image.width, self.size, self.max_size)))
-        return pixels, scene
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        return {**super().make_params(flat_inputs), "channel_permutation": None}
 
 
 class TrainTransform:
@@ -58,15 +50,15 @@ class TrainTransform:
     def __init__(self, config: DenseConfig) -> None:
         self.options, self.max_size = config.augment, config.data.max_size
         self.void = VOID if config.data.target == "semantic" else 0
-        self.distort = v2.RandomPhotometricDistort(p=0.5) if config.augment.color else None
+        self.distort = _Distort(p=0.5) if config.augment.color else None
 
     def __call__(self, sample: tuple[Image.Image, Scene]) -> tuple[Tensor, Scene]:
-        """As `TestTransform`, with what is in the image changed as the image is."""
+        """From an image to pixels ``(3, H, W)`` of uint8, what is in it changed as the image is."""
         options = self.options
         items = _to_items(*sample)
         cropped = options.crop is not None
         if options.crop_first and torch.rand(()) < 0.5:
-            items, cropped = _cropped_first(items), True
+            items, cropped = _cropped_first(items, self.max_size), True
         if options.jitter is not None and options.crop is not None:
             low, high = options.jitter
             factor = float(torch.empty(()).uniform_(low, high))
@@ -147,10 +139,10 @@ def _padded(items: _Items, size: tuple[int, int], void: int) -> _Items:
     return {name: F.pad(item, [0, 0, right, bottom], fill=fills.get(name, 0)) for name, item in items.items()}
 
 
-def _cropped_first(items: _Items) -> _Items:
+def _cropped_first(items: _Items, max_size: int) -> _Items:
     shorter = _FIRST_SIZES[int(torch.randint(len(_FIRST_SIZES), ()))]
     height, width = items["image"].shape[-2:]
-    height, width = fitted(height, width, shorter, float("inf"))
+    height, width = fitted(height, width, shorter, max_size)
     items = _resized(items, (height, width))
     low, high = _FIRST_CROP
     sides = [int(torch.randint(min(low, side), min(high, side) + 1, ())) for side in (height, width)]

@@ -20,7 +20,6 @@ from fibottention.training.run import load_weights
 __all__ = ["Backbone", "SimplePyramid", "build_backbone"]
 
 _LEVELS = 4
-_PYRAMID_CHANNELS = 256
 # Parts of a classifier, or of a whole model, that a backbone has not.
 _SURPLUS = ("head", "norm.", "fc_norm.", "backbone.norms.", "backbone.pyramid.")
 
@@ -31,30 +30,31 @@ class Backbone(nn.Module):
     Attributes:
         channels: Channels of each map.
         strides: Pixels of the image per pixel of each map.
-        is_pyramid: Whether the maps come from a `SimplePyramid`, so that no other one is needed.
+        has_simple_pyramid: Whether the maps come from a `SimplePyramid`.
 
     Args:
         model: A pyramid (NAT, DiNAT, Swin, ...), whose last four levels each get a norm unless they have one, or a
             plain vision transformer, whose last tokens get a `SimplePyramid`.
+        pyramid_channels: Channels of the maps of a `SimplePyramid`.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, pyramid_channels: int = 256) -> None:
         super().__init__()
         self.model = model
         info = list(model.feature_info)[-_LEVELS:]
         reductions = [entry["reduction"] for entry in info]
-        self.is_pyramid = len(set(reductions)) == 1
+        self.has_simple_pyramid = len(set(reductions)) == 1
         self.strides: list[int]
         self.channels: list[int]
         self.pyramid: SimplePyramid | None = None
         self.norms: nn.ModuleList | None = None
-        if self.is_pyramid:
+        if self.has_simple_pyramid:
             patch = reductions[-1]
             if patch % 4:
                 raise ValueError(f"the patches of a plain transformer must be a multiple of 4 pixels, got {patch}")
             self.strides = [patch // 4, patch // 2, patch, 2 * patch]
-            self.channels = [_PYRAMID_CHANNELS] * _LEVELS
-            self.pyramid = SimplePyramid(info[-1]["num_chs"], _PYRAMID_CHANNELS)
+            self.channels = [pyramid_channels] * _LEVELS
+            self.pyramid = SimplePyramid(info[-1]["num_chs"], pyramid_channels)
         else:
             if len(info) < _LEVELS or sorted(set(reductions)) != reductions:
                 raise ValueError(f"a pyramid must have {_LEVELS} levels, got strides {reductions}")
@@ -111,8 +111,15 @@ class SimplePyramid(nn.Module):
         return [level(x) for level in self.levels]
 
 
-def build_backbone(config: DenseModelConfig, spec: AttentionSpec | None) -> tuple[Backbone, SparsifyReport | None]:
+def build_backbone(
+    config: DenseModelConfig, spec: AttentionSpec | None, pyramid_channels: int = 256
+) -> tuple[Backbone, SparsifyReport | None]:
     """The backbone of a configuration, with an attention spec put in, and what that did.
+
+    Args:
+        config: Options of the model.
+        spec: The spec.
+        pyramid_channels: Channels of the maps of a plain vision transformer.
 
     Raises:
         UserError: If the model is unknown, gives no maps, or cannot take the spec.
@@ -141,7 +148,7 @@ def build_backbone(config: DenseModelConfig, spec: AttentionSpec | None) -> tupl
     if config.backbone_checkpoint is not None:
         _load(model, config.backbone_checkpoint)
     try:
-        return Backbone(model), report
+        return Backbone(model, pyramid_channels), report
     except (ValueError, AttributeError) as error:
         raise UserError(f"model {config.name} is no backbone: {error}") from error
 

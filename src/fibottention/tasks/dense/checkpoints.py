@@ -48,7 +48,10 @@ def _is_classifier(name: str) -> bool:
 def _read_folder(folder: Path) -> dict[str, Tensor]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{index} is damaged") from error
         return {name: weight for part in names for name, weight in load_weights(folder / part).items()}
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():

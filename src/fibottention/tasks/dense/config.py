@@ -70,7 +70,7 @@ class DenseAugmentConfig:
         max_class_share: Largest share of one class in a crop, which is else drawn again up to ten times; for semantic
             segmentation.
         flip: Probability of a horizontal flip.
-        color: Change brightness, contrast, saturation and hue as SSD does.
+        color: Change brightness, contrast, saturation and hue as SSD does (without its swap of the colours).
     """
 
     sizes: list[int] = field(default_factory=lambda: list(range(480, 801, 32)))
@@ -98,7 +98,7 @@ class DenseModelConfig:
         drop_path: Stochastic depth rate of the backbone.
         options: Further arguments of the backbone, for example {dilations: [[1, 28, 1], ...]}.
         head_options: Further arguments of the head: those of transformers' configuration for upernet and mask2former;
-            for the others channels, anchor_sizes, box_iou, mask_layers and such (see the documentation).
+            for the others those of `fibottention.tasks.dense.heads.rcnn.RcnnOptions`, such as channels.
     """
 
     name: str = "dinat_tiny"
@@ -172,11 +172,6 @@ class DenseConfig(TaskConfig):
                 raise UserError("augment.jitter needs augment.crop, into which images are fitted")
             if not 0 < augment.jitter[0] <= augment.jitter[1]:
                 raise UserError(f"augment.jitter must be two numbers 0 < low <= high, got {list(augment.jitter)}")
-        if head == "upernet" and (augment.crop is None or self.train.batch_size < 2):
-            raise UserError(
-                "model.head=upernet normalizes over the batch, which needs augment.crop, so that all images have one "
-                f"size, and train.batch_size of at least 2, got {self.train.batch_size}"
-            )
         if augment.max_class_share < 1 and (augment.crop is None or data.target != "semantic"):
             raise UserError("augment.max_class_share needs augment.crop and data.target=semantic")
         places = ("train_images", "train_annotations", "val_images", "val_annotations")

@@ -9,10 +9,10 @@ from PIL import Image
 from torch import Tensor
 
 from fibottention.errors import UserError
-from fibottention.tasks.dense.augment import TestTransform, TrainTransform
+from fibottention.tasks.dense.augment import TrainTransform, to_pixels
 from fibottention.tasks.dense.config import DenseConfig
 from fibottention.tasks.dense.sources import SceneSource, open_source
-from fibottention.tasks.dense.sources.base import Scene
+from fibottention.tasks.dense.sources.base import VOID, Scene
 from fibottention.tasks.labelled_data import EpochSampler, LabelledData, LabelledDataset
 
 __all__ = ["Batch", "DenseData"]
@@ -61,17 +61,13 @@ class DenseData(LabelledData):
         for source in {id(s): s for s in (self.train_source, self.val_source)}.values():
             if data.strict and source.problems:
                 raise UserError(f"data.strict: {source.problems[0]}")
-        if self.train_source.classes != self.val_source.classes:
-            raise UserError(
-                f"the training data have {len(self.train_source.classes)} classes "
-                f"({', '.join(self.train_source.classes[:3])}, ...), the validation data other ones "
-                f"({', '.join(self.val_source.classes[:3])}, ...)"
-            )
-        if len(self.train_source.classes) > 254:
-            raise UserError(f"there can be at most 254 classes, got {len(self.train_source.classes)}")
-        chosen = [i for i in range(len(self.train_source)) if self.train_source.has_objects(i)]
-        if not chosen:
-            raise UserError("no training image has an annotated object")
+        _check_classes(self.train_source.classes, self.val_source.classes, data.target)
+        chosen = list(range(len(self.train_source)))
+        if train:
+            chosen = [index for index in chosen if self.train_source.has_objects(index)]
+            if not chosen:
+                first = f"; {self.problems()[0]}" if self.problems() else ""
+                raise UserError(f"no training image has an annotated object{first}")
         chosen = _spread(chosen, data.limit)
         limit = None if data.limit is None else max(1, data.limit // 6)
         held = _spread(list(range(len(self.val_source))), limit)
@@ -80,9 +76,7 @@ class DenseData(LabelledData):
         train_dataset = LabelledDataset(
             _Chosen(self.train_source, chosen), TrainTransform(config), train=True, **common
         )
-        val_dataset = LabelledDataset(
-            _Chosen(self.val_source, held), TestTransform(data.test_size, data.max_size), train=False, **common
-        )
+        val_dataset = LabelledDataset(_Chosen(self.val_source, held), to_pixels, train=False, **common)
         super().__init__(
             self.train_source.classes,
             train_dataset,
@@ -98,6 +92,21 @@ class DenseData(LabelledData):
         """What was wrong with the annotations, one sentence each."""
         sources = {id(s): s for s in (self.train_source, self.val_source)}.values()
         return [problem for source in sources for problem in source.problems]
+
+
+def _check_classes(train: list[str], val: list[str], target: str) -> None:
+    if len(set(train)) < len(train):
+        twice = next(name for name in train if train.count(name) > 1)
+        raise UserError(f"two classes are named {twice}")
+    if train != val:
+        place = next((i for i, (a, b) in enumerate(zip(train, val)) if a != b), min(len(train), len(val)))
+        names = [classes[place] if place < len(classes) else "none" for classes in (train, val)]
+        raise UserError(
+            f"the training data have {len(train)} classes, the validation data {len(val)}; number {place + 1} is "
+            f"{names[0]} there and {names[1]} here"
+        )
+    if target == "semantic" and len(train) > VOID - 1:
+        raise UserError(f"there can be at most {VOID - 1} classes in a map of classes, got {len(train)}")
 
 
 def _spread(indices: list[int], limit: int | None) -> list[int]:

@@ -28,11 +28,10 @@ class DenseMetric(ABC):
         self.source = source
 
     @abstractmethod
-    def record(self, index: int, prediction: Prediction, scene: Scene) -> Any:
+    def record(self, prediction: Prediction, scene: Scene) -> Any:
         """What the metric needs to know of an image, as plain data.
 
         Args:
-            index: Number of the image.
             prediction: What was found in it.
             scene: What is in it.
         """
@@ -40,6 +39,13 @@ class DenseMetric(ABC):
     @abstractmethod
     def summarize(self, records: dict[int, Any]) -> tuple[dict[str, float], dict[str, Any]]:
         """Metrics in percent, the most important one first, and details, from the records by image."""
+
+    def _by_class(self, values: np.ndarray[Any, Any]) -> dict[str, float | None]:
+        """Values by the names of the classes, None for those that are no number."""
+        return {
+            name: None if np.isnan(value) else float(value)
+            for name, value in zip(self.source.classes, values, strict=True)
+        }
 
 
 def make_metric(source: SceneSource) -> DenseMetric:
@@ -50,7 +56,7 @@ def make_metric(source: SceneSource) -> DenseMetric:
 class InstanceMetric(DenseMetric):
     """COCO's average precision of boxes and masks, by faster-coco-eval; crowds are ignored as COCO does."""
 
-    def record(self, index: int, prediction: Prediction, scene: Scene) -> dict[str, Any]:
+    def record(self, prediction: Prediction, scene: Scene) -> dict[str, Any]:
         """See `DenseMetric`."""
         boxes = prediction["boxes"].cpu().clone()
         boxes[:, 2:] -= boxes[:, :2]
@@ -65,7 +71,7 @@ class InstanceMetric(DenseMetric):
             )
         ]
         height, width = scene["masks"].shape[-2:]
-        return {"size": (height, width), "found": found, "true": self.source.annotations(index, scene)}
+        return {"size": (height, width), "found": found}
 
     def summarize(self, records: dict[int, Any]) -> tuple[dict[str, float], dict[str, Any]]:
         """See `DenseMetric`."""
@@ -83,7 +89,7 @@ class InstanceMetric(DenseMetric):
                     "area": entry["area"],
                     "iscrowd": int(entry["crowd"]),
                 }
-                for place, entry in enumerate(record["true"], 1)
+                for place, entry in enumerate(self.source.annotations(index), 1)
             ]
             found += [{"image_id": index, **entry} for entry in record["found"]]
         categories = [{"id": number, "name": name} for number, name in enumerate(self.source.classes)]
@@ -91,8 +97,9 @@ class InstanceMetric(DenseMetric):
         metrics: dict[str, float] = {}
         details: dict[str, Any] = {}
         for name, form in (("mask", "segm"), ("box", "bbox")):
-            # Each form has its own copy, since reading results completes them in place.
-            results = truth.loadRes([dict(entry) for entry in found])
+            # Whether an object is small depends on what it is compared by, and reading results completes them in place.
+            other = {"segm": "bbox", "bbox": "segmentation"}[form]
+            results = truth.loadRes([{k: v for k, v in entry.items() if k != other} for entry in found])
             evaluation = COCOeval_faster(truth, results, iouType=cast(Any, form), print_function=lambda *words: None)
             evaluation.evaluate()
             evaluation.accumulate()
@@ -113,7 +120,7 @@ class InstanceMetric(DenseMetric):
 class SemanticMetric(DenseMetric):
     """Mean IoU over the classes, over all pixels that are not void."""
 
-    def record(self, index: int, prediction: Prediction, scene: Scene) -> list[list[int]]:
+    def record(self, prediction: Prediction, scene: Scene) -> list[list[int]]:
         """See `DenseMetric`."""
         true, found = scene["map"].flatten().cpu(), prediction["map"].flatten().cpu()
         known = true != VOID
@@ -128,17 +135,13 @@ class SemanticMetric(DenseMetric):
         iou = np.divide(100 * both, union, out=np.full_like(union, np.nan), where=union > 0)
         recall = np.divide(100 * both, true, out=np.full_like(true, np.nan), where=true > 0)
         metrics = {"miou": _mean(iou) or 0.0, "pixel_accuracy": 100 * both.sum() / max(true.sum(), 1)}
-        by_class = {
-            name: None if np.isnan(value) else float(value)
-            for name, value in zip(self.source.classes, iou, strict=True)
-        }
-        return metrics, {"mean_accuracy": _mean(recall), "iou_by_class": by_class}
+        return metrics, {"mean_accuracy": _mean(recall), "iou_by_class": self._by_class(iou)}
 
 
 class PanopticMetric(DenseMetric):
     """Panoptic quality (arXiv 1801.00868); void and crowds are ignored as COCO's panopticapi does."""
 
-    def record(self, index: int, prediction: Prediction, scene: Scene) -> list[list[float]]:
+    def record(self, prediction: Prediction, scene: Scene) -> list[list[float]]:
         """See `DenseMetric`; per class the sum of IoU, and the numbers of true and false positives and negatives."""
         stats = np.zeros((len(self.source.classes), 4))
         true, found = scene["map"].cpu(), prediction["map"].cpu()
@@ -186,10 +189,7 @@ class PanopticMetric(DenseMetric):
             "rq": _mean(recognition),
             "pq_things": _mean(quality[things]),
             "pq_stuff": _mean(quality[~things]),
-            "pq_by_class": {
-                name: None if np.isnan(value) else float(value)
-                for name, value in zip(self.source.classes, quality, strict=True)
-            },
+            "pq_by_class": self._by_class(quality),
         }
         return metrics, details
 

@@ -1,17 +1,20 @@
 """A backbone and a head, for images of any size."""
 
+import math
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import resize
 
 from fibottention.adapters import SparsifyReport
 from fibottention.tasks.config import attention_spec
+from fibottention.tasks.dense.augment import fitted
 from fibottention.tasks.dense.backbone import Backbone, build_backbone
 from fibottention.tasks.dense.checkpoints import load_checkpoint
-from fibottention.tasks.dense.config import DenseConfig
-from fibottention.tasks.dense.heads import DenseHead, Prediction, build_head
+from fibottention.tasks.dense.config import DenseConfig, DenseDataConfig
+from fibottention.tasks.dense.heads import DenseHead, Prediction, build_head, pyramid_channels
 from fibottention.tasks.dense.sources.base import Scene
 
 __all__ = ["DenseModel", "build_model"]
@@ -30,16 +33,13 @@ class DenseModel(nn.Module):
     Args:
         backbone: From images to maps.
         head: From maps to predictions.
-        test_scales: Factors of the images' size over which a semantic prediction is averaged.
-        test_flip: Whether it is averaged over mirrored images as well.
+        data: To which size images are brought for predictions, and over which sizes semantic ones are averaged.
     """
 
-    def __init__(
-        self, backbone: Backbone, head: DenseHead, test_scales: list[float] | None = None, test_flip: bool = False
-    ) -> None:
+    def __init__(self, backbone: Backbone, head: DenseHead, data: DenseDataConfig | None = None) -> None:
         super().__init__()
         self.backbone, self.head = backbone, head
-        self.test_scales, self.test_flip = test_scales or [1.0], test_flip
+        self.data = data or DenseDataConfig(test_size=None)
         data_config = getattr(backbone.model, "default_cfg", None) or {}
         for name, default in (("mean", _MEAN), ("std", _STD)):
             values = torch.tensor(data_config.get(name, default))[:, None, None]
@@ -63,43 +63,48 @@ class DenseModel(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters without weight decay, beside norms and biases: position and bias tables, queries."""
-        marks = (".rpb", "relative_position_bias_table", "pos_embed", "queries_", "level_embed")
-        return {name for name, _ in self.named_parameters() if any(mark in name for mark in marks)}
+        marks = (".rpb", "relative_position_bias_table", "queries_", "level_embed")
+        found = {name for name, _ in self.named_parameters() if any(mark in name for mark in marks)}
+        own = getattr(self.backbone.model, "no_weight_decay", set)()
+        return found | {f"backbone.model.{name}" for name in own}
 
-    def predict(self, images: list[Tensor], sizes: list[tuple[int, int]] | None = None) -> list[Prediction]:
+    def predict(self, images: list[Tensor]) -> list[Prediction]:
         """What is in images.
 
         Args:
             images: Of each image, ``(3, H, W)`` of uint8.
-            sizes: Height and width of the predictions; those of the images if None.
 
         Returns:
-            Of each image, its objects, its segments, or its ``map`` of classes ``(H, W)``.
+            Of each image, its objects, its segments, or its ``map`` of classes ``(H, W)``, at its own size.
         """
-        sizes = [(image.shape[-2], image.shape[-1]) for image in images] if sizes is None else sizes
         found: list[Prediction] = [{}] * len(images)
         for places, size in _by_size(images):
             group = torch.stack([images[place] for place in places])
-            for place, prediction in zip(places, self._predicted(group, size, [sizes[p] for p in places]), strict=True):
+            for place, prediction in zip(places, self._predicted(group, size), strict=True):
                 found[place] = prediction
         return found
 
-    def _predicted(self, group: Tensor, size: tuple[int, int], sizes: list[tuple[int, int]]) -> list[Prediction]:
+    def _predicted(self, group: Tensor, size: tuple[int, int]) -> list[Prediction]:
         total: list[Tensor] = []
         predictions: list[Prediction] = []
-        for scale in self.test_scales:
-            scaled = group
-            if scale != 1:
-                shape = [max(1, round(side * scale)) for side in size]
-                scaled = F.interpolate(group.float(), shape, mode="bilinear", align_corners=False, antialias=True)
-            for flip in (False, True) if self.test_flip else (False,):
+        for scale in self.data.test_scales:
+            scaled = self._scaled(group, scale)
+            shape = (scaled.shape[-2], scaled.shape[-1])
+            for flip in (False, True) if self.data.test_flip else (False,):
                 pixels = self._prepared(scaled.flip(-1) if flip else scaled)
-                shape = (scaled.shape[-2], scaled.shape[-1])
-                predictions = self.head.predict(self.backbone(pixels), pixels, shape, sizes)
-                if "map" not in predictions[0] and "boxes" not in predictions[0]:
+                predictions = self.head.predict(self.backbone(pixels), pixels, shape, size)
+                if self.data.target == "semantic":
                     scores = [p["scores"].flip(-1) if flip else p["scores"] for p in predictions]
                     total = [t + s for t, s in zip(total, scores, strict=True)] if total else scores
         return [{"map": scores.argmax(0)} for scores in total] if total else predictions
+
+    def _scaled(self, images: Tensor, scale: float) -> Tensor:
+        """Images at the size for predictions, times a factor."""
+        height, width = images.shape[-2:]
+        shorter = scale * (self.data.test_size or min(height, width))
+        longest = math.inf if self.data.test_size is None else scale * self.data.max_size
+        wanted = fitted(height, width, shorter, longest)
+        return images if wanted == (height, width) else resize(images, list(wanted))
 
     def _prepared(self, images: list[Tensor] | Tensor) -> Tensor:
         """Normalized pixels, padded with zeros at the right and at the bottom."""
@@ -131,9 +136,9 @@ def build_model(config: DenseConfig, things: list[bool]) -> tuple[DenseModel, Sp
     Raises:
         UserError: If the model is unknown, cannot be made so, or cannot take the spec.
     """
-    backbone, report = build_backbone(config.model, attention_spec(config.attention))
+    backbone, report = build_backbone(config.model, attention_spec(config.attention), pyramid_channels(config.model))
     head = build_head(config, backbone, things)
-    model = DenseModel(backbone, head, config.data.test_scales, config.data.test_flip)
+    model = DenseModel(backbone, head, config.data)
     if config.model.checkpoint is not None:
         load_checkpoint(model, Path(config.model.checkpoint))
     return model, report

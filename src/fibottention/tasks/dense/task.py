@@ -40,6 +40,8 @@ class DenseTask(RunTask):
         config.check()
         self.config = config
         self.data = DenseData(config, train=train)
+        if train and config.model.head == "upernet":
+            self._check_batches()
         self.model: nn.Module
         if model is not None:
             self.model = model
@@ -48,12 +50,21 @@ class DenseTask(RunTask):
                 torch.manual_seed(config.train.seed)
                 self.model, self.sparsify_report = build_model(config, self.data.val_source.things)
         state = PartialState()
-        if state.num_processes > 1 and str(state.device).startswith("cuda"):
-            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)  # a process has few images
+        if config.model.head == "upernet" and state.num_processes > 1 and str(state.device).startswith("cuda"):
+            # A process has few images. Those of a batch have one size, so that all processes take part as often.
+            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
         self.train_loader, self.val_loader = self.data.train_loader, self.data.val_loader
         self.metric = make_metric(self.data.val_source)
         self._unreadable: set[tuple[int, bool]] = set()
         self._noted: list[Tensor] = []
+
+    def _check_batches(self) -> None:
+        batch, crop = self.config.train.batch_size, self.config.augment.crop
+        if crop is None or min(batch, len(self.data.train_dataset)) < 2:
+            raise UserError(
+                "model.head=upernet normalizes over the batch, which needs augment.crop, so that all images have one "
+                f"size, train.batch_size of at least 2, got {batch}, and as many images"
+            )
 
     @classmethod
     def restore_model(cls, config: DenseConfig, saved: dict[str, Any]) -> nn.Module:
@@ -103,12 +114,10 @@ class DenseTask(RunTask):
             readable = [place for place, index in enumerate(batch["indices"].tolist()) if index >= 0]
             if not readable:
                 continue
-            scenes = [batch["scenes"][place] for place in readable]
-            sizes = [tuple(scene["masks" if "masks" in scene else "map"].shape[-2:]) for scene in scenes]
-            found = model.predict([batch["images"][place] for place in readable], sizes)
-            for place, scene, prediction in zip(readable, scenes, found, strict=True):
-                index = int(batch["indices"][place])
-                records.append((index, self.metric.record(index, prediction, scene)))
+            found = model.predict([batch["images"][place] for place in readable])
+            for place, prediction in zip(readable, found, strict=True):
+                record = self.metric.record(prediction, batch["scenes"][place])
+                records.append((int(batch["indices"][place]), record))
         # The last batches of several processes repeat images; each counts once.
         by_image = dict(sorted(dict(gather_object(records)).items()))
         if not by_image:

@@ -1,10 +1,24 @@
 """Heads: from feature maps to objects, classes and segments."""
 
 from fibottention.tasks.dense.backbone import Backbone
-from fibottention.tasks.dense.config import DenseConfig
+from fibottention.tasks.dense.config import DenseConfig, DenseModelConfig
 from fibottention.tasks.dense.heads.base import DenseHead, Prediction, make_options
+from fibottention.tasks.dense.heads.rcnn import RcnnHead, RcnnOptions
 
-__all__ = ["DenseHead", "Prediction", "build_head"]
+__all__ = ["DenseHead", "Prediction", "build_head", "pyramid_channels"]
+
+
+_RCNN = ("mask_rcnn", "cascade_mask_rcnn")
+
+
+def pyramid_channels(config: DenseModelConfig) -> int:
+    """Channels of the maps that a plain vision transformer gives a head.
+
+    Raises:
+        UserError: If an option of the head is not valid.
+    """
+    options = config.head_options if config.head in _RCNN else {}
+    return make_options(RcnnOptions, options).channels
 
 
 def build_head(config: DenseConfig, backbone: Backbone, things: list[bool]) -> DenseHead:
@@ -19,9 +33,7 @@ def build_head(config: DenseConfig, backbone: Backbone, things: list[bool]) -> D
         UserError: If an option of the head is not valid.
     """
     options = config.model.head_options
-    if config.model.head in ("mask_rcnn", "cascade_mask_rcnn"):
-        from fibottention.tasks.dense.heads.rcnn import RcnnHead, RcnnOptions
-
+    if config.model.head in _RCNN:
         is_cascade = config.model.head == "cascade_mask_rcnn"
         return RcnnHead(backbone, len(things), make_options(RcnnOptions, options), is_cascade=is_cascade)
     from fibottention.tasks.dense.heads.transformers_heads import Mask2FormerHead, UperNetHead

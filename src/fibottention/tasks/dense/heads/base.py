@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import fields
 from typing import Any, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,7 +12,7 @@ from fibottention.errors import UserError
 from fibottention.specs import nearest
 from fibottention.tasks.dense.sources.base import Scene
 
-__all__ = ["DenseHead", "Prediction", "make_options", "padded_to"]
+__all__ = ["DenseHead", "Prediction", "make_options", "padded_to", "resized_scores", "widened"]
 
 Prediction = dict[str, Tensor]
 """What is found in an image, at its own size: as a `fibottention.tasks.dense.sources.base.Scene`, without ``crowd``.
@@ -40,7 +41,7 @@ class DenseHead(nn.Module, ABC):
 
     @abstractmethod
     def predict(
-        self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], sizes: list[tuple[int, int]]
+        self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], wanted: tuple[int, int]
     ) -> list[Prediction]:
         """What is in the images.
 
@@ -48,7 +49,7 @@ class DenseHead(nn.Module, ABC):
             features: The maps.
             pixels: The images ``(B, 3, H, W)``, padded at the right and at the bottom.
             size: Height and width of the images without the padding.
-            sizes: Height and width for the prediction of each image.
+            wanted: Height and width for the predictions.
         """
 
 
@@ -58,10 +59,19 @@ def make_options(cls: type[_Options], given: dict[str, Any]) -> _Options:
     Raises:
         UserError: If there is no such option.
     """
-    known = [field.name for field in fields(cls)]  # pyright: ignore[reportArgumentType]
-    for name in given:
-        if name not in known:
-            raise UserError(f"model.head_options has no {name}{nearest(name, known)}")
+    defaults = {field.name: getattr(cls(), field.name) for field in fields(cls)}  # pyright: ignore[reportArgumentType]
+    for name, value in given.items():
+        if name not in defaults:
+            raise UserError(f"model.head_options has no {name}{nearest(name, list(defaults))}")
+        if isinstance(defaults[name], float):
+            is_valid, wanted = isinstance(value, int | float) and 0 <= value <= 1, "a number in 0 .. 1"
+        elif isinstance(defaults[name], list):
+            is_valid = isinstance(value, list) and all(isinstance(v, int) and v > 0 for v in value)
+            wanted = "a list of whole numbers above 0"
+        else:
+            is_valid, wanted = isinstance(value, int) and value > 0, "a whole number above 0"
+        if not is_valid:
+            raise UserError(f"model.head_options.{name} must be {wanted}, got {value!r}")
     return cls(**given)
 
 
@@ -77,3 +87,15 @@ def resized_scores(scores: Tensor, size: tuple[int, int], wanted: tuple[int, int
     if wanted == size:
         return cut
     return F.interpolate(cut[None], wanted, mode="bilinear", align_corners=False)[0]
+
+
+def widened(value: Any) -> Any:
+    """Tensors of half precision, also in lists, tuples and mappings, in float32; others as they are.
+
+    Places in an image are computed from these: above 1024, a number of float16 is whole.
+    """
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, dict):
+        return {name: widened(item) for name, item in value.items()}
+    return type(value)(widened(item) for item in value)

@@ -10,6 +10,8 @@ from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead
 from torchvision.models.detection.roi_heads import RoIHeads, maskrcnn_inference, maskrcnn_loss
 from torchvision.ops import MultiScaleRoIAlign, clip_boxes_to_image, generalized_box_iou_loss
 
+from fibottention.tasks.dense.heads.base import widened
+
 __all__ = ["CascadeRoIHeads"]
 
 _OVERLAPS = (0.5, 0.6, 0.7)
@@ -32,7 +34,7 @@ class _Predictor(nn.Module):
         nn.init.zeros_(self.bbox_pred.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cls_score(x), self.bbox_pred(x)
+        return widened((self.cls_score(x), self.bbox_pred(x)))
 
 
 class CascadeRoIHeads(nn.Module):

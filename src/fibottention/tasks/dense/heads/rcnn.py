@@ -1,5 +1,6 @@
 """Mask R-CNN and Cascade Mask R-CNN of torchvision's parts."""
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +13,13 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.roi_heads import RoIHeads, paste_masks_in_image
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
-from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign
+from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign, clip_boxes_to_image
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+from torchvision.ops.poolers import LevelMapper
 
 from fibottention.errors import UserError
 from fibottention.tasks.dense.backbone import Backbone
-from fibottention.tasks.dense.heads.base import DenseHead, Prediction
+from fibottention.tasks.dense.heads.base import DenseHead, Prediction, widened
 from fibottention.tasks.dense.heads.cascade import CascadeRoIHeads
 from fibottention.tasks.dense.sources.base import Scene
 
@@ -28,7 +30,10 @@ _MAPS = ["0", "1", "2", "3"]
 
 @dataclass
 class RcnnOptions:
-    """Options of Mask R-CNN; the defaults are those of the published models.
+    """Options of Mask R-CNN.
+
+    The defaults are the published models'. What they do otherwise is as torchvision has it: two samples per bin of a
+    box's features, smooth L1 loss of boxes, and no objects for proposals below the overlap that is asked for.
 
     Attributes:
         channels: Channels of the feature pyramid.
@@ -36,7 +41,8 @@ class RcnnOptions:
         box_features: Channels of the box head.
         mask_layers: Convolutions of the mask head.
         proposal_samples: Anchors per image that the proposals are trained on.
-        proposals: Proposals per image that are kept.
+        train_proposals: Proposals per image that are kept in training.
+        proposals: Proposals per image that are kept in evaluation.
         box_samples: Proposals per image that the boxes are trained on.
         score_threshold: Smallest score of an object that is found.
         nms_threshold: Overlap above which the lesser of two boxes of a class is dropped.
@@ -48,11 +54,37 @@ class RcnnOptions:
     box_features: int = 1024
     mask_layers: int = 4
     proposal_samples: int = 256
+    train_proposals: int = 1000
     proposals: int = 1000
     box_samples: int = 512
     score_threshold: float = 0.05
     nms_threshold: float = 0.5
     detections: int = 100
+
+
+class _RPNHead(RPNHead):
+    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return widened(super().forward(x))
+
+
+class _BoxPredictor(FastRCNNPredictor):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return widened(super().forward(x))
+
+
+class _MaskPredictor(MaskRCNNPredictor):
+    def forward(self, input: Tensor) -> Tensor:
+        return widened(super().forward(input))
+
+
+def _roi_pool(backbone: Backbone, size: int) -> MultiScaleRoIAlign:
+    """Takes the features of a box from the map that fits its size."""
+    pool = MultiScaleRoIAlign(_MAPS, output_size=size, sampling_ratio=2)
+    # It would guess the strides from the first image, of which the padding is not known to it.
+    pool.scales = [1 / stride for stride in backbone.strides]
+    levels = [int(math.log2(stride)) for stride in backbone.strides]
+    pool.map_levels = LevelMapper(k_min=levels[0], k_max=levels[-1])
+    return pool
 
 
 class RcnnHead(DenseHead):
@@ -72,8 +104,7 @@ class RcnnHead(DenseHead):
                 f"model.head_options.anchor_sizes must be {len(_MAPS) + 1} numbers, got {options.anchor_sizes}"
             )
         channels = options.channels
-        if backbone.is_pyramid:
-            channels = backbone.channels[0]
+        if backbone.has_simple_pyramid:
             self.pool, self.neck = LastLevelMaxPool(), None
         else:
             self.pool = None
@@ -82,13 +113,13 @@ class RcnnHead(DenseHead):
         anchors = AnchorGenerator(sizes, ((0.5, 1.0, 2.0),) * len(sizes))
         self.rpn = RegionProposalNetwork(
             anchors,
-            RPNHead(channels, anchors.num_anchors_per_location()[0]),
+            _RPNHead(channels, anchors.num_anchors_per_location()[0]),
             fg_iou_thresh=0.7,
             bg_iou_thresh=0.3,
             batch_size_per_image=options.proposal_samples,
             positive_fraction=0.5,
-            pre_nms_top_n={"training": 2 * options.proposals, "testing": options.proposals},
-            post_nms_top_n={"training": options.proposals, "testing": options.proposals},
+            pre_nms_top_n={"training": max(2000, options.train_proposals), "testing": options.proposals},
+            post_nms_top_n={"training": options.train_proposals, "testing": options.proposals},
             nms_thresh=0.7,
         )
         common: dict[str, Any] = {
@@ -104,19 +135,19 @@ class RcnnHead(DenseHead):
         def mask_parts() -> dict[str, Any]:
             layers = [channels] * options.mask_layers
             return {
-                "mask_roi_pool": MultiScaleRoIAlign(_MAPS, output_size=14, sampling_ratio=2),
+                "mask_roi_pool": _roi_pool(backbone, 14),
                 "mask_head": MaskRCNNHeads(channels, layers, dilation=1),
-                "mask_predictor": MaskRCNNPredictor(channels, channels, num_classes + 1),
+                "mask_predictor": _MaskPredictor(channels, channels, num_classes + 1),
             }
 
-        pool = MultiScaleRoIAlign(_MAPS, output_size=7, sampling_ratio=2)
+        pool = _roi_pool(backbone, 7)
         if is_cascade:
             self.roi_heads = CascadeRoIHeads(channels, num_classes, options.box_features, pool, mask_parts, common)
         else:
             self.roi_heads = RoIHeads(
                 pool,
                 TwoMLPHead(channels * 7 * 7, options.box_features),
-                FastRCNNPredictor(options.box_features, num_classes + 1),
+                _BoxPredictor(options.box_features, num_classes + 1),
                 bbox_reg_weights=None,
                 **common,
                 **mask_parts(),
@@ -136,16 +167,16 @@ class RcnnHead(DenseHead):
         return {**losses, **more}
 
     def predict(
-        self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], sizes: list[tuple[int, int]]
+        self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], wanted: tuple[int, int]
     ) -> list[Prediction]:
         """See `DenseHead`."""
         maps, images = self._maps(features), ImageList(pixels, [size] * len(pixels))
         proposals, _ = self.rpn(images, maps)
         found, _ = self.roi_heads(maps, proposals, images.image_sizes)
         predictions = []
-        for objects, wanted in zip(found, sizes, strict=True):
+        for objects in found:
             scale = objects["boxes"].new_tensor([wanted[1] / size[1], wanted[0] / size[0]]).repeat(2)
-            boxes = objects["boxes"] * scale
+            boxes = clip_boxes_to_image(objects["boxes"] * scale, wanted)
             masks = paste_masks_in_image(objects["masks"], boxes, wanted)[:, 0] > 0.5
             predictions.append(
                 {"boxes": boxes, "labels": objects["labels"] - 1, "scores": objects["scores"], "masks": masks}
@@ -154,7 +185,7 @@ class RcnnHead(DenseHead):
 
     def _maps(self, features: list[Tensor]) -> dict[str, Tensor]:
         if self.neck is not None:
-            return self.neck(OrderedDict(zip(_MAPS, features, strict=True)))
+            return widened(dict(self.neck(OrderedDict(zip(_MAPS, features, strict=True)))))
         assert self.pool is not None
         maps, names = self.pool(list(features), list(features), list(_MAPS))
-        return dict(zip(names, maps, strict=True))
+        return widened(dict(zip(names, maps, strict=True)))

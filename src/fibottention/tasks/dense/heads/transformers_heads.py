@@ -1,5 +1,7 @@
 """UperNet and Mask2Former of transformers, over maps that are computed already."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -64,18 +66,47 @@ class _Mask2FormerConfig(Mask2FormerConfig):
 AutoBackbone.register(_GivenMapsConfig, _GivenMaps, exist_ok=True)
 
 
-def _make_config(cls: type[Any], backbone: Backbone, num_classes: int, options: dict[str, Any]) -> Any:
-    reserved = {"num_labels", "backbone_config", "id2label", "label2id"}
+@contextmanager
+def _given(backbone: Any, maps: list[Tensor]) -> Iterator[None]:
+    """Let a backbone give these maps, which it forgets afterwards, since they hold the graph of a whole step."""
+    backbone.maps = tuple(maps)
+    try:
+        yield
+    finally:
+        backbone.maps = ()
+
+
+def _make_config(cls: type[Any], backbone: Backbone, num_classes: int, options: dict[str, Any], **fixed: Any) -> Any:
+    reserved = {"num_labels", "backbone_config", "id2label", "label2id", "loss_ignore_index", "auxiliary_in_channels"}
     known = [name for name in cls().to_dict() if name not in reserved]
     for name in options:
         if name not in known:
             where = f"see transformers.{cls.__name__.removeprefix('_')}"
             raise UserError(f"model.head_options has no {name}{nearest(name, known, where)}")
     maps = _GivenMapsConfig(backbone.channels)
+    for name, value in options.items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise UserError(f"model.head_options.{name} must be at least 1, got {value}")
     try:
-        return cls(backbone_config=maps, num_labels=num_classes, **options)
-    except (TypeError, ValueError) as error:
+        return cls(backbone_config=maps, num_labels=num_classes, **fixed, **options)
+    except Exception as error:  # whatever the configuration makes of its arguments
         raise UserError(f"model.head_options: {' '.join(str(error).split())}") from error
+
+
+def _make_net(cls: type[Any], config: Any) -> Any:
+    try:
+        return cls(config)
+    except Exception as error:  # whatever the model's constructor makes of sizes that do not fit together
+        raise UserError(f"model.head_options do not fit together: {' '.join(str(error).split())}") from error
+
+
+def _count_masks(labels: list[Tensor], device: torch.device) -> Tensor:
+    """The masks that the losses are a mean over, of this process, as gradients are averaged over processes.
+
+    transformers' own count waits for all processes, which may have another number of sizes of images, and divides by
+    the number of processes twice.
+    """
+    return torch.tensor(max(1.0, float(sum(len(of_image) for of_image in labels))), device=device)
 
 
 class UperNetHead(DenseHead):
@@ -89,30 +120,31 @@ class UperNetHead(DenseHead):
 
     def __init__(self, backbone: Backbone, num_classes: int, options: dict[str, Any]) -> None:
         super().__init__()
-        config = _make_config(UperNetConfig, backbone, num_classes, {"loss_ignore_index": VOID, **options})
-        self.net: Any = UperNetForSemanticSegmentation(config)
+        if num_classes < 2:
+            raise UserError("model.head=upernet needs at least 2 classes, and the data have one")
+        config = _make_config(UperNetConfig, backbone, num_classes, options, loss_ignore_index=VOID)
+        self.net: Any = _make_net(UperNetForSemanticSegmentation, config)
 
     def losses(
         self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], scenes: list[Scene]
     ) -> dict[str, Tensor]:
         """See `DenseHead`."""
-        self.net.backbone.maps = tuple(features)
         labels = torch.stack([padded_to(scene["map"], pixels, VOID) for scene in scenes])
-        if not bool((labels != VOID).any()):
-            # The mean over no pixels is no number; all parameters have a gradient of zero instead.
-            return {"loss_class": 0 * self.net(pixels, labels=torch.zeros_like(labels)).loss}
-        return {"loss_class": self.net(pixels, labels=labels).loss}
+        if bool((labels != VOID).any()):
+            return {"loss_class": self._run(features, pixels, labels=labels).loss}
+        # The mean over no pixels is no number; all parameters have a gradient of zero instead.
+        return {"loss_class": 0 * self._run(features, pixels, labels=torch.zeros_like(labels)).loss}
+
+    def _run(self, features: list[Tensor], pixels: Tensor, **labels: Any) -> Any:
+        with _given(self.net.backbone, features):
+            return self.net(pixels, **labels)
 
     def predict(
-        self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], sizes: list[tuple[int, int]]
+        self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], wanted: tuple[int, int]
     ) -> list[Prediction]:
         """See `DenseHead`."""
-        self.net.backbone.maps = tuple(features)
-        logits = self.net(pixels).logits
-        return [
-            {"scores": resized_scores(of_image, size, wanted).softmax(0)}
-            for of_image, wanted in zip(logits, sizes, strict=True)
-        ]
+        logits = self._run(features, pixels).logits
+        return [{"scores": resized_scores(of_image, size, wanted).softmax(0)} for of_image in logits]
 
 
 class Mask2FormerHead(DenseHead):
@@ -128,7 +160,8 @@ class Mask2FormerHead(DenseHead):
     def __init__(self, backbone: Backbone, things: list[bool], options: dict[str, Any], target: str) -> None:
         super().__init__()
         config = _make_config(_Mask2FormerConfig, backbone, len(things), options)
-        self.net: Any = Mask2FormerForUniversalSegmentation(config)
+        self.net: Any = _make_net(Mask2FormerForUniversalSegmentation, config)
+        self.net.criterion.get_num_masks = _count_masks
         self.things, self.target = things, target
 
     def losses(
@@ -141,8 +174,8 @@ class Mask2FormerHead(DenseHead):
         return {"loss_queries": output.loss.squeeze()}
 
     def _run(self, features: list[Tensor], pixels: Tensor, **labels: Any) -> Any:
-        self.net.model.pixel_level_module.encoder.maps = tuple(features)
-        return self.net(pixels, **labels)
+        with _given(self.net.model.pixel_level_module.encoder, features):
+            return self.net(pixels, **labels)
 
     @staticmethod
     def _masks(scene: Scene) -> tuple[Tensor, Tensor]:
@@ -160,13 +193,13 @@ class Mask2FormerHead(DenseHead):
         return masks[kept], scene["labels"][kept]
 
     def predict(
-        self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], sizes: list[tuple[int, int]]
+        self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], wanted: tuple[int, int]
     ) -> list[Prediction]:
         """See `DenseHead`."""
         output = self._run(features, pixels)
         read = {"instance": self._instances, "semantic": self._semantic, "panoptic": self._panoptic}[self.target]
         predictions = []
-        for classes, masks, wanted in zip(output.class_queries_logits, output.masks_queries_logits, sizes, strict=True):
+        for classes, masks in zip(output.class_queries_logits, output.masks_queries_logits, strict=True):
             masks = torch.nn.functional.interpolate(
                 masks[None].float(), pixels.shape[-2:], mode="bilinear", align_corners=False
             )[0]

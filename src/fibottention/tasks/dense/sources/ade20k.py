@@ -37,8 +37,10 @@ class Ade20k(SceneSource):
         names = root / "objectInfo150.txt"
         self.classes = [f"class {number}" for number in range(1, _CLASSES + 1)]
         if names.is_file():
-            rows = names.read_text().strip().splitlines()[1:]
+            rows = names.read_text(errors="replace").strip().splitlines()[1:]
             self.classes = [row.split("\t")[-1].split(",")[0].strip() for row in rows]
+            if not self.classes:
+                raise UserError(f"{names} must have a line per class after its first one")
         self.things = [False] * len(self.classes)
         self._images = []
         for path in sorted(images.glob("*.jpg")):

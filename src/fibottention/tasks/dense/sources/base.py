@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fibottention.errors import UserError
 
-__all__ = ["VOID", "Scene", "SceneSource", "encode_mask", "map_labels", "mask_boxes", "read_label_map"]
+__all__ = ["VOID", "Scene", "SceneSource", "encode_mask", "map_labels", "mask_boxes", "read_label_map", "to_rgb"]
 
 VOID = 255
 """What a pixel without a class has in a map of classes."""
@@ -67,7 +67,7 @@ class SceneSource(ABC):
             Exception: Of any kind, if one of them cannot be read.
         """
         with Image.open(self.path(index)) as file:
-            image = file.convert("RGB")
+            image = to_rgb(file)
         scene = self.scene(index)
         shape = tuple(scene["masks" if "masks" in scene else "map"].shape[-2:])
         if shape != (image.height, image.width):
@@ -80,16 +80,16 @@ class SceneSource(ABC):
         """Whether something of the image is annotated, as far as that is known without reading it."""
         return True
 
-    def annotations(self, index: int, scene: Scene) -> list[dict[str, Any]]:
+    def annotations(self, index: int) -> list[dict[str, Any]]:
         """The objects of an image as an evaluation of COCO's form needs them.
 
         Args:
             index: Number of the image.
-            scene: What is in it.
 
         Returns:
             Of each, ``label``, ``box`` as left, top, width and height, ``segmentation``, ``area`` and ``crowd``.
         """
+        scene = self.scene(index)
         return [
             {
                 "label": label,
@@ -108,6 +108,13 @@ def encode_mask(mask: Tensor) -> dict[str, Any]:
     """A mask ``(H, W)`` as COCO's compressed counts, in a form that JSON can hold."""
     counts = coco_mask.encode(np.asfortranarray(mask.cpu().numpy().astype(np.uint8)))
     return {"size": list(counts["size"]), "counts": counts["counts"].decode()}
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """An image in RGB, one of 16 bits scaled to 8."""
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+    return image.convert("RGB")
 
 
 def read_label_map(path: Path) -> np.ndarray[Any, Any]:

@@ -1,6 +1,7 @@
 """Instances in the form of COCO: one JSON file with images, annotations and categories."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def read_categories(content: dict[str, Any], path: Path) -> list[dict[str, Any]]
         UserError: If there is none, or one has no name or the id of another.
     """
     categories = content["categories"]
-    if not categories or not all({"id", "name"} <= category.keys() for category in categories):
-        raise UserError(f"{path} must have categories with id and name")
+    if not categories or not all(_is_number(c.get("id")) and isinstance(c.get("name"), str) for c in categories):
+        raise UserError(f"{path} must have categories with a number as id and a name")
     seen: set[int] = set()
     for category in categories:
         if category["id"] in seen:
@@ -59,8 +60,11 @@ def read_images(content: dict[str, Any], folder: Path, path: Path, problems: lis
     seen: set[int] = set()
     found = []
     for image in content["images"]:
-        if not {"id", "file_name", "height", "width"} <= image.keys():
-            raise UserError(f"{path}: each image must have id, file_name, height and width, got {image!r:.80}")
+        numbers = [image.get(name) for name in ("id", "height", "width")]
+        if not all(map(_is_number, numbers)) or not isinstance(image.get("file_name"), str):
+            raise UserError(
+                f"{path}: each image must have id, height and width (numbers) and file_name, got {image!r:.80}"
+            )
         if image["id"] in seen:
             raise UserError(f"{path}: two images have the id {image['id']}, so their annotations cannot be told apart")
         seen.add(image["id"])
@@ -73,15 +77,30 @@ def read_images(content: dict[str, Any], folder: Path, path: Path, problems: lis
     return sorted(found, key=lambda image: image["id"])
 
 
+def _is_number(value: Any) -> bool:
+    """Whether a value is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def to_rle(segmentation: Any, height: int, width: int) -> dict[str, Any]:
-    """Polygons, or counts in either form, as compressed counts."""
+    """Polygons, or counts in either form, as COCO's compressed counts, in a form that JSON can hold.
+
+    Raises:
+        ValueError: If they make no mask of an image of this size.
+    """
     to_counts: Any = coco_mask.frPyObjects
-    if isinstance(segmentation, list):
-        return coco_mask.merge(to_counts(segmentation, height, width))
-    if isinstance(segmentation["counts"], list):
-        return to_counts(segmentation, height, width)
-    counts = segmentation["counts"]
-    return {"size": [height, width], "counts": counts.encode() if isinstance(counts, str) else counts}
+    try:
+        if isinstance(segmentation, list):
+            rle = coco_mask.merge(to_counts(segmentation, height, width))
+        elif isinstance(segmentation["counts"], list):
+            rle = to_counts(segmentation, height, width)
+        else:
+            counts = segmentation["counts"]
+            rle = {"size": [height, width], "counts": counts.encode() if isinstance(counts, str) else counts}
+        coco_mask.decode(rle)  # which checks that there are as many pixels
+    except (TypeError, ValueError, RuntimeError, IndexError, MemoryError, OverflowError) as error:
+        raise ValueError("its mask cannot be decoded") from error
+    return {"size": [height, width], "counts": rle["counts"].decode()}
 
 
 class CocoInstances(SceneSource):
@@ -115,11 +134,11 @@ class CocoInstances(SceneSource):
         sizes = {image["id"]: (image["height"], image["width"]) for image in self.images}
         seen: set[Any] = set()
         for annotation in content["annotations"]:
-            number = annotation.get("id")
+            number, image = (annotation[n] if _is_number(annotation.get(n)) else None for n in ("id", "image_id"))
             if number in seen:
                 self.problems.append(f"annotation {number}: another one has its id; both are used")
-            seen.add(number)
-            image = annotation.get("image_id")
+            if number is not None:
+                seen.add(number)
             if image in of_image:
                 try:
                     record = self._record(annotation, labels, *sizes[image])
@@ -147,15 +166,15 @@ class CocoInstances(SceneSource):
         """The annotations of an image: ``label``, ``box`` as in COCO, ``segmentation``, ``area`` and ``crowd``."""
         return json.loads(self._records[index])
 
-    def annotations(self, index: int, scene: Scene) -> list[dict[str, Any]]:
-        """See `SceneSource`; boxes and areas are those of the file."""
+    def annotations(self, index: int) -> list[dict[str, Any]]:
+        """See `SceneSource`; areas are those of the file, and so are boxes that are in their image."""
         return self.records(index)
 
     def scene(self, index: int) -> Scene:
         """See `SceneSource`."""
         records = self.records(index)
         height, width = self.images[index]["height"], self.images[index]["width"]
-        masks = [coco_mask.decode(to_rle(record["segmentation"], height, width)) for record in records]
+        masks = [coco_mask.decode(_for_tools(record["segmentation"])) for record in records]
         stacked = np.stack(masks) if masks else np.zeros((0, height, width), np.uint8)
         boxes = torch.tensor([record["box"] for record in records], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
@@ -175,39 +194,42 @@ class CocoInstances(SceneSource):
             ValueError: If it cannot be used.
         """
         category, segmentation = annotation.get("category_id"), annotation.get("segmentation")
-        if category not in labels:
+        if not _is_number(category) or category not in labels:
             raise ValueError(f"there is no category {category}")
+        if annotation.get("iscrowd", 0) not in (0, 1):
+            raise ValueError(f"iscrowd must be 0 or 1, got {annotation['iscrowd']!r}")
         if isinstance(segmentation, list):
             usable = [p for p in segmentation if isinstance(p, list) and len(p) >= 6 and len(p) % 2 == 0]
             if not usable:
                 raise ValueError("it has no polygon of three points or more")
             if len(usable) < len(segmentation):
-                self.problems.append(
-                    f"annotation {annotation.get('id')}: a polygon of fewer than three points is left out"
-                )
+                number = annotation.get("id")
+                self.problems.append(f"annotation {number}: a polygon of fewer than three points is left out")
+            if not all(_is_finite(x) for polygon in usable for x in polygon):
+                raise ValueError("its polygon must be of numbers")
             segmentation = usable
         elif not isinstance(segmentation, dict) or "counts" not in segmentation:
             raise ValueError("it has no mask (segmentation)")
-        elif list(segmentation.get("size", [])) != [height, width]:
+        elif segmentation.get("size") not in ([height, width], (height, width)):
             raise ValueError(f"its mask has size {segmentation.get('size')}, its image [{height}, {width}]")
+        rle = to_rle(segmentation, height, width)
         box = annotation.get("bbox")
-        if box is None or "area" not in annotation:
-            rle = to_rle(segmentation, height, width)
-            box = [float(x) for x in coco_mask.toBbox(rle)] if box is None else box
-            annotation = {"area": float(coco_mask.area(rle)), **annotation}
-        box = self._inside(annotation.get("id"), [float(x) for x in box], height, width)
+        area = annotation.get("area", float(coco_mask.area(_for_tools(rle))))
+        if not _is_finite(area) or area < 0:
+            raise ValueError(f"its area must be a number, at least 0, got {area!r}")
+        box = [float(x) for x in coco_mask.toBbox(_for_tools(rle))] if box is None else box
         return {
             "label": labels[category],
-            "box": box,
-            "segmentation": segmentation,
-            "area": annotation["area"],
+            "box": self._inside(annotation.get("id"), box, height, width),
+            "segmentation": rle,
+            "area": area,
             "crowd": bool(annotation.get("iscrowd", 0)),
         }
 
-    def _inside(self, number: Any, box: list[float], height: int, width: int) -> list[float]:
+    def _inside(self, number: Any, box: Any, height: int, width: int) -> list[float]:
         """A box cut to its image, if it goes beyond it by more than rounding does."""
-        if len(box) != 4 or not all(np.isfinite(box)):
-            raise ValueError(f"its box must be four numbers, got {box}")
+        if not isinstance(box, list) or len(box) != 4 or not all(map(_is_finite, box)):
+            raise ValueError(f"its box must be four numbers, got {box!r}")
         left, top, wide, high = box
         cut = [max(left, 0.0), max(top, 0.0), min(left + wide, width), min(top + high, height)]
         if cut[2] <= cut[0] or cut[3] <= cut[1]:
@@ -220,3 +242,12 @@ class CocoInstances(SceneSource):
             f"annotation {number}: its box {box} goes beyond its image of {width} x {height} pixels and is cut"
         )
         return [cut[0], cut[1], cut[2] - cut[0], cut[3] - cut[1]]
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _for_tools(rle: dict[str, Any]) -> dict[str, Any]:
+    """Compressed counts as COCO's tools take them."""
+    return {"size": rle["size"], "counts": rle["counts"].encode()}

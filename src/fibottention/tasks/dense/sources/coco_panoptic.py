@@ -44,8 +44,10 @@ class CocoPanoptic(SceneSource):
         images = read_images(content, folder, path, self.problems)
         by_image: dict[int, dict[str, Any]] = {}
         for annotation in content["annotations"]:
-            if not {"image_id", "file_name", "segments_info"} <= annotation.keys():
-                raise UserError(f"{path}: each annotation must have image_id, file_name and segments_info")
+            segments, name = annotation.get("segments_info"), annotation.get("file_name")
+            is_list = isinstance(segments, list) and all(isinstance(segment, dict) for segment in segments)
+            if not is_list or not isinstance(name, str) or not isinstance(annotation.get("image_id"), int):
+                raise UserError(f"{path}: each annotation must have image_id, file_name and a list of segments_info")
             if annotation["image_id"] in by_image:
                 raise UserError(f"{path}: two annotations are of the image {annotation['image_id']}")
             by_image[annotation["image_id"]] = annotation
@@ -55,7 +57,8 @@ class CocoPanoptic(SceneSource):
             if annotation is None:
                 self.problems.append(f"image {image['id']}: it has no annotation; it is left out")
             elif not (maps / annotation["file_name"]).is_file():
-                self.problems.append(f"image {image['id']}: there is no file {maps / annotation['file_name']}")
+                place = maps / annotation["file_name"]
+                self.problems.append(f"image {image['id']}: there is no file {place}; it is left out")
             else:
                 segments = self._segments(annotation)
                 self._images.append((folder / image["file_name"], maps / annotation["file_name"], segments))
@@ -64,17 +67,21 @@ class CocoPanoptic(SceneSource):
 
     def _segments(self, annotation: dict[str, Any]) -> list[tuple[int, int, bool]]:
         """Id, class and whether it is a crowd, of each segment."""
-        segments = []
+        segments: dict[int, tuple[int, int, bool]] = {}
         for segment in annotation["segments_info"]:
-            if segment.get("category_id") in self._labels:
-                label = self._labels[segment["category_id"]]
-                segments.append((int(segment["id"]), label, bool(segment.get("iscrowd", 0))))
+            number, category = segment.get("id"), segment.get("category_id")
+            wrong = None
+            if not isinstance(number, int):
+                wrong = "its id must be a number"
+            elif number in segments:
+                wrong = "another one has its id"
+            elif not isinstance(category, int) or category not in self._labels:
+                wrong = f"there is no category {category}"
+            if wrong is None:
+                segments[number] = (number, self._labels[category], bool(segment.get("iscrowd", 0)))
             else:
-                self.problems.append(
-                    f"segment {segment.get('id')} of image {annotation['image_id']}: there is no category "
-                    f"{segment.get('category_id')}; it is left out"
-                )
-        return segments
+                self.problems.append(f"segment {number} of image {annotation['image_id']}: {wrong}; it is left out")
+        return list(segments.values())
 
     def __len__(self) -> int:
         return len(self._images)
