@@ -363,6 +363,8 @@ def test_predictions_as_plain_data_and_drawn():
     assert drawn[:, 3, 5].sum() > 0
     assert drawn[:, 8, 0].sum() == 0
     assert torch.equal(draw_prediction(black, found, ["cat", "dog"], 0.95), black)
+    twice = {name: torch.cat([value, value]) for name, value in found.items()}
+    assert drawn[:, 3, 5].float().norm() < draw_prediction(black, twice, ["cat", "dog"])[:, 3, 5].float().norm()
     pixels = torch.zeros(10, 12, dtype=torch.int64)
     pixels[:, 6:] = 1
     plain = prediction_to_dict({"map": pixels}, ["cat", "dog", "cow"])

@@ -98,16 +98,22 @@ def _show(
         if metric.endswith("_by_class"):
             by_class[metric] = value
         elif isinstance(value, float | None):
-            table.add_row(metric.replace("_", " "), "-" if value is None else f"{value:.2f}")
+            table.add_row(_label(metric), "-" if value is None else f"{value:.2f}")
     console.print(table)
     if len(details["classes"]) <= 30:
         table = Table()
         table.add_column("class")
         for metric in by_class:
-            table.add_column(metric.removesuffix("_by_class").replace("_", " "), justify="right")
+            table.add_column(_label(metric.removesuffix("_by_class")), justify="right")
         for label in details["classes"]:
             values = [by_class[metric][label] for metric in by_class]
             table.add_row(label, *("-" if value is None else f"{value:.2f}" for value in values))
         console.print(table)
     for path in unreadable:
         console.print(f"could not be read: {path}", soft_wrap=True)
+
+
+def _label(metric: str) -> str:
+    """The name of a metric for people: ``mask_ap50`` is mask AP50."""
+    words = (word.upper() if word.startswith(("ap", "pq", "sq", "rq", "iou")) else word for word in metric.split("_"))
+    return " ".join(words).replace("miou", "mean IoU").replace("IOU", "IoU")

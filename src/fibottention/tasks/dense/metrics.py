@@ -66,7 +66,7 @@ class InstanceMetric(DenseMetric):
                 prediction["labels"].tolist(),
                 boxes.tolist(),
                 prediction["scores"].tolist(),
-                prediction["masks"],
+                prediction["masks"].cpu(),
                 strict=True,
             )
         ]
