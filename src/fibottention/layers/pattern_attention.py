@@ -12,7 +12,9 @@ from fibottention.specs import AttentionCost, AttentionSpec, GridSize
 
 __all__ = ["PatternAttention"]
 
-_SIZES = 16  # numbers of tokens whose patterns are kept, since images of all sizes would fill the memory
+# Pairs of the patterns that a layer keeps for numbers of tokens that come again; images of all sizes would fill the
+# memory, at about 40 bytes a pair.
+_KEPT_PAIRS = 2**22
 
 
 class PatternAttention(nn.Module):
@@ -104,6 +106,9 @@ class PatternAttention(nn.Module):
     def _build_pattern(self, sequence_length: int) -> None:
         grid_size = self.grid_size if self.spec.needs_grid else None
         if (sequence_length, grid_size) in self._patterns:
+            self._patterns[sequence_length, grid_size] = self._patterns.pop(
+                (sequence_length, grid_size)
+            )  # now the last
             return
         if sequence_length <= self.prefix_tokens:
             raise ValueError(
@@ -115,8 +120,6 @@ class PatternAttention(nn.Module):
                 f"{self.spec.name} needs the grid of the tokens: the sequence has {num_tokens} patch tokens, but the "
                 f"grid is {grid_size[0]} x {grid_size[1]}"
             )
-        if len(self._patterns) == _SIZES:
-            del self._patterns[next(iter(self._patterns))]
         self._patterns[sequence_length, grid_size] = self.spec.pattern(
             self.num_heads,
             num_tokens,
@@ -124,6 +127,8 @@ class PatternAttention(nn.Module):
             layer=self.layer,
             grid_size=grid_size,
         )
+        while len(self._patterns) > 1 and sum(p.stored_pairs for p in self._patterns.values()) > _KEPT_PAIRS:
+            del self._patterns[next(iter(self._patterns))]
 
     def forward(
         self,

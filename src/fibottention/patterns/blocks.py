@@ -199,7 +199,9 @@ def window_partition(num_heads: int, grid_size: tuple[int, int], size: int = 14,
         raise ValueError(f"size must be at least 1, got {size}")
     height, width = grid_size
     y, x = np.divmod(np.arange(height * width), width)
-    rows, columns = (axis[:, None] // size * size + np.arange(min(size, max(grid_size))) for axis in (y, x))
+    rows, columns = (
+        axis[:, None] // size * size + np.arange(min(size, side)) for axis, side in zip((y, x), grid_size, strict=True)
+    )
     return _rows_by_columns(rows, columns, num_heads, grid_size, prefix_tokens)
 
 

@@ -154,6 +154,20 @@ def test_scales_and_mirrored_images_are_averaged():
     assert model.head.sizes == [(24, 30)] * 2 + [(48, 60)] * 2 + [(96, 120)] * 2
 
 
+def test_options_may_be_zero_where_that_means_something():
+    for head, options in (("mask2former_instance", {"dropout": 0}), ("upernet", {"auxiliary_loss_weight": 0})):
+        config = model_config(head)
+        config.model.head_options |= options
+        build_model(config, THINGS)
+
+
+def test_predictions_need_no_configuration():
+    model = make("upernet").eval()
+    found = DenseModel(model.backbone, model.head).predict([image(64, 64)])[0]
+    assert found["map"].shape == (64, 64)
+    assert not make("mask_rcnn").eval().predict([image(64, 64)])[0]["boxes"].requires_grad
+
+
 @pytest.mark.parametrize("first", [(40, 64), (66, 66)])
 def test_the_first_image_does_not_change_what_follows(first):
     """torchvision's pools would take the strides from it."""
@@ -324,6 +338,7 @@ def test_what_has_no_weight_decay():
         ("upernet", {"hidden": 3}, "model.head_options has no hidden.*hidden_size"),
         ("mask2former_instance", {"num_labels": 3}, "model.head_options has no num_labels"),
         ("mask_rcnn", {"channels": "x"}, "channels must be a whole number above 0, got 'x'"),
+        ("mask_rcnn", {"channels": True}, "channels must be a whole number above 0, got True"),
         ("mask_rcnn", {"proposals": -3}, "proposals must be a whole number above 0, got -3"),
         ("mask_rcnn", {"anchor_sizes": 5}, "anchor_sizes must be a list of whole numbers above 0, got 5"),
         ("mask_rcnn", {"nms_threshold": 2}, "nms_threshold must be a number in 0 .. 1, got 2"),

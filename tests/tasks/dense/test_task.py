@@ -181,8 +181,11 @@ def test_a_run_does_not_need_what_its_weights_began_from(tmp_path):
     ("edit", "sentence"),
     [
         (lambda c: c["categories"][1].update(name="triangle"), "two classes are named triangle"),
-        (lambda c: c["categories"].pop(), "3 classes, the validation data 2; number 3 is triangle there and none here"),
-        (lambda c: c["categories"][2].update(name="star"), "number 3 is triangle there and star here"),
+        (
+            lambda c: c["categories"].pop(),
+            "3 classes, the validation data 2; number 3 is triangle in the training data and none in",
+        ),
+        (lambda c: c["categories"][2].update(name="star"), "number 3 is triangle in the training data and star in"),
     ],
 )
 def test_classes_must_be_the_same(tmp_path, edit, sentence):
@@ -278,7 +281,7 @@ def test_recipes_are_valid(name):
     if name.endswith("cpu"):
         assert sum(p.numel() for p in build_model(made, [True, False])[0].parameters()) < 1e7
     elif not name.startswith("mask2former") or "instance" in name:
-        made.model.pretrained = False
+        made.model.pretrained, made.model.backbone_checkpoint = False, None
         with torch.device("meta"):
             model, report = build_model(made, [True] * 150)
         assert (report is not None) == ("fibottention" in name)
@@ -342,7 +345,9 @@ def test_recipes_have_the_published_settings(name, dilations, results):
         assert made.train.mixed_precision == "no"
     if "large" in name:  # from ImageNet-22k alone, which the hub's weights are not
         assert not made.model.pretrained
-        assert "dinat_large_in22k_224.pth" in text
+        assert made.model.backbone_checkpoint == "dinat_large_in22k_224.pth"
+        with pytest.raises(UserError, match="dinat_large_in22k_224.pth is not a file of weights"), torch.device("meta"):
+            build_model(made, [True] * 3)
 
 
 def test_predictions_as_plain_data_and_drawn():

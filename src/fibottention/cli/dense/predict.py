@@ -47,7 +47,7 @@ def run(words: list[str]) -> int:
     folder = arguments.output or run_.folder / "predictions"
     given = {path.resolve() for path in arguments.files}
     if own := next((p for s in stems if (p := (folder / f"{s}.png").resolve()) in given), None):
-        raise UserError(f"--output: the drawing would be written over the image {own}; name another folder")
+        raise UserError(f"the drawing would be written over the image {own}; name another folder with --output")
     model.to(make_accelerator(config.train).device)
     predictions, unread = [], []
     console = make_console()

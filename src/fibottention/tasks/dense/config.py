@@ -32,7 +32,7 @@ class DenseDataConfig:
         val_images: Folder of the validation images, likewise.
         val_annotations: JSON file of the validation annotations, likewise.
         test_size: Length to which the shorter side of an image is brought in evaluation; as it is if null.
-        max_size: Longest side of a resized image, in training and evaluation.
+        max_size: Longest side of a resized image, in training and, times the factor of test_scales, in evaluation.
         test_scales: Factors of test_size whose class probabilities are averaged; for semantic segmentation.
         test_flip: Average those of mirrored images as well; for semantic segmentation.
         strict: Stop at the first annotation that is wrong, instead of leaving it out.

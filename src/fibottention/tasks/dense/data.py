@@ -103,7 +103,7 @@ def _check_classes(train: list[str], val: list[str], target: str) -> None:
         names = [classes[place] if place < len(classes) else "none" for classes in (train, val)]
         raise UserError(
             f"the training data have {len(train)} classes, the validation data {len(val)}; number {place + 1} is "
-            f"{names[0]} there and {names[1]} here"
+            f"{names[0]} in the training data and {names[1]} in the validation data"
         )
     if target == "semantic" and len(train) > VOID - 1:
         raise UserError(f"there can be at most {VOID - 1} classes in a map of classes, got {len(train)}")

@@ -42,9 +42,10 @@ def draw_prediction(image: Tensor, prediction: Prediction, classes: Sequence[str
             return image
         labels, scores = prediction["labels"][kept].tolist(), prediction["scores"][kept].tolist()
         of_object = [colors[label] for label in labels]
-        for mask, color in reversed(list(zip(prediction["masks"][kept], of_object, strict=True))):
+        for place in prediction["scores"][kept].argsort().tolist():
             # One by one, since torchvision blackens what several share; the surest is the last.
-            image = draw_segmentation_masks(image, mask, alpha=0.5, colors=color)
+            mask = prediction["masks"][kept][place]
+            image = draw_segmentation_masks(image, mask, alpha=0.5, colors=of_object[place])
         texts = [f"{classes[label]} {score:.0%}" for label, score in zip(labels, scores, strict=True)]
         return draw_bounding_boxes(image, prediction["boxes"][kept], texts, colors=of_object, width=1)
     if "labels" not in prediction:

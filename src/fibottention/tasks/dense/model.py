@@ -68,6 +68,7 @@ class DenseModel(nn.Module):
         own = getattr(self.backbone.model, "no_weight_decay", set)()
         return found | {f"backbone.model.{name}" for name in own}
 
+    @torch.no_grad()
     def predict(self, images: list[Tensor]) -> list[Prediction]:
         """What is in images.
 
@@ -93,7 +94,7 @@ class DenseModel(nn.Module):
             for flip in (False, True) if self.data.test_flip else (False,):
                 pixels = self._prepared(scaled.flip(-1) if flip else scaled)
                 predictions = self.head.predict(self.backbone(pixels), pixels, shape, size)
-                if self.data.target == "semantic":
+                if "labels" not in predictions[0]:
                     scores = [p["scores"].flip(-1) if flip else p["scores"] for p in predictions]
                     total = [t + s for t, s in zip(total, scores, strict=True)] if total else scores
         return [{"map": scores.argmax(0)} for scores in total] if total else predictions

@@ -57,7 +57,7 @@ def make_options(cls: type[_Options], given: dict[str, Any]) -> _Options:
     """The options of a head.
 
     Raises:
-        UserError: If there is no such option.
+        UserError: If there is no such option, or a value is not valid.
     """
     defaults = {field.name: getattr(cls(), field.name) for field in fields(cls)}  # pyright: ignore[reportArgumentType]
     for name, value in given.items():
@@ -66,10 +66,10 @@ def make_options(cls: type[_Options], given: dict[str, Any]) -> _Options:
         if isinstance(defaults[name], float):
             is_valid, wanted = isinstance(value, int | float) and 0 <= value <= 1, "a number in 0 .. 1"
         elif isinstance(defaults[name], list):
-            is_valid = isinstance(value, list) and all(isinstance(v, int) and v > 0 for v in value)
+            is_valid = isinstance(value, list) and all(type(v) is int and v > 0 for v in value)
             wanted = "a list of whole numbers above 0"
         else:
-            is_valid, wanted = isinstance(value, int) and value > 0, "a whole number above 0"
+            is_valid, wanted = type(value) is int and value > 0, "a whole number above 0"
         if not is_valid:
             raise UserError(f"model.head_options.{name} must be {wanted}, got {value!r}")
     return cls(**given)

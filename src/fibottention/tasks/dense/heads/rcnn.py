@@ -32,8 +32,8 @@ _MAPS = ["0", "1", "2", "3"]
 class RcnnOptions:
     """Options of Mask R-CNN.
 
-    The defaults are the published models'. What they do otherwise is as torchvision has it: two samples per bin of a
-    box's features, smooth L1 loss of boxes, and no objects for proposals below the overlap that is asked for.
+    The defaults are the published models'. Otherwise it is as torchvision has it: two samples per bin of a box's
+    features, smooth L1 loss of boxes, and an object that no proposal overlaps enough teaches no box.
 
     Attributes:
         channels: Channels of the feature pyramid.
@@ -118,7 +118,7 @@ class RcnnHead(DenseHead):
             bg_iou_thresh=0.3,
             batch_size_per_image=options.proposal_samples,
             positive_fraction=0.5,
-            pre_nms_top_n={"training": max(2000, options.train_proposals), "testing": options.proposals},
+            pre_nms_top_n={"training": min(2000, 2 * options.train_proposals), "testing": options.proposals},
             post_nms_top_n={"training": options.train_proposals, "testing": options.proposals},
             nms_thresh=0.7,
         )

@@ -84,8 +84,10 @@ def _make_config(cls: type[Any], backbone: Backbone, num_classes: int, options: 
             where = f"see transformers.{cls.__name__.removeprefix('_')}"
             raise UserError(f"model.head_options has no {name}{nearest(name, known, where)}")
     maps = _GivenMapsConfig(backbone.channels)
+    defaults = cls().to_dict()
     for name, value in options.items():
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+        is_count = type(defaults[name]) is int and defaults[name] >= 1
+        if is_count and isinstance(value, int | float) and value < 1:
             raise UserError(f"model.head_options.{name} must be at least 1, got {value}")
     try:
         return cls(backbone_config=maps, num_labels=num_classes, **fixed, **options)

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from fibottention.errors import UserError
 
-__all__ = ["VOID", "Scene", "SceneSource", "encode_mask", "map_labels", "mask_boxes", "read_label_map", "to_rgb"]
+__all__ = [
+    "VOID",
+    "Scene",
+    "SceneSource",
+    "encode_mask",
+    "map_labels",
+    "mask_boxes",
+    "read_label_map",
+    "scene_records",
+    "to_rgb",
+]
 
 VOID = 255
 """What a pixel without a class has in a map of classes."""
@@ -80,28 +90,32 @@ class SceneSource(ABC):
         """Whether something of the image is annotated, as far as that is known without reading it."""
         return True
 
-    def annotations(self, index: int) -> list[dict[str, Any]]:
-        """The objects of an image as an evaluation of COCO's form needs them.
+    def records(self, index: int) -> list[dict[str, Any]] | None:
+        """The objects of an image as an evaluation of COCO's form needs them, if they are known without its scene.
 
-        Args:
-            index: Number of the image.
-
-        Returns:
-            Of each, ``label``, ``box`` as left, top, width and height, ``segmentation``, ``area`` and ``crowd``.
+        Of each, ``label``, ``box`` as left, top, width and height, ``segmentation``, ``area`` and ``crowd``.
         """
-        scene = self.scene(index)
-        return [
-            {
-                "label": label,
-                "box": [left, top, right - left, bottom - top],
-                "segmentation": encode_mask(mask),
-                "area": int(mask.sum()),
-                "crowd": crowd,
-            }
-            for label, (left, top, right, bottom), mask, crowd in zip(
-                scene["labels"].tolist(), scene["boxes"].tolist(), scene["masks"], scene["crowd"].tolist(), strict=True
-            )
-        ]
+        return None
+
+
+def scene_records(scene: Scene) -> list[dict[str, Any]]:
+    """The objects of a scene as `SceneSource.records` has them."""
+    return [
+        {
+            "label": label,
+            "box": [left, top, right - left, bottom - top],
+            "segmentation": encode_mask(mask),
+            "area": int(mask.sum()),
+            "crowd": crowd,
+        }
+        for label, (left, top, right, bottom), mask, crowd in zip(
+            scene["labels"].tolist(),
+            scene["boxes"].tolist(),
+            scene["masks"].cpu(),
+            scene["crowd"].tolist(),
+            strict=True,
+        )
+    ]
 
 
 def encode_mask(mask: Tensor) -> dict[str, Any]:

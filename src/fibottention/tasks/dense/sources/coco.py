@@ -12,7 +12,7 @@ from faster_coco_eval.core import mask as coco_mask
 from fibottention.errors import UserError
 from fibottention.tasks.dense.sources.base import Scene, SceneSource
 
-__all__ = ["CocoInstances", "read_categories", "read_coco", "read_images", "to_rle"]
+__all__ = ["CocoInstances", "is_id", "read_categories", "read_coco", "read_images", "to_rle"]
 
 _BEYOND = 1.0  # pixels that a box may go beyond its image, from rounding
 
@@ -60,11 +60,9 @@ def read_images(content: dict[str, Any], folder: Path, path: Path, problems: lis
     seen: set[int] = set()
     found = []
     for image in content["images"]:
-        numbers = [image.get(name) for name in ("id", "height", "width")]
-        if not all(map(_is_number, numbers)) or not isinstance(image.get("file_name"), str):
-            raise UserError(
-                f"{path}: each image must have id, height and width (numbers) and file_name, got {image!r:.80}"
-            )
+        sides = [image.get(name) for name in ("height", "width")]
+        if not is_id(image.get("id")) or not all(map(_is_number, sides)) or not isinstance(image.get("file_name"), str):
+            raise UserError(f"{path}: each image must have id, height, width and file_name, got {image!r:.80}")
         if image["id"] in seen:
             raise UserError(f"{path}: two images have the id {image['id']}, so their annotations cannot be told apart")
         seen.add(image["id"])
@@ -74,7 +72,12 @@ def read_images(content: dict[str, Any], folder: Path, path: Path, problems: lis
             problems.append(f"image {image['id']}: there is no file {folder / image['file_name']}; it is left out")
     if not found:
         raise UserError(f"none of the {len(content['images'])} images of {path} is in {folder}")
-    return sorted(found, key=lambda image: image["id"])
+    return sorted(found, key=lambda image: (isinstance(image["id"], str), image["id"]))
+
+
+def is_id(value: Any) -> bool:
+    """Whether a value can name an image: a whole number, or text, as in files made of ADE20K."""
+    return _is_number(value) or isinstance(value, str)
 
 
 def _is_number(value: Any) -> bool:
@@ -95,10 +98,10 @@ def to_rle(segmentation: Any, height: int, width: int) -> dict[str, Any]:
         elif isinstance(segmentation["counts"], list):
             rle = to_counts(segmentation, height, width)
         else:
-            counts = segmentation["counts"]
-            rle = {"size": [height, width], "counts": counts.encode() if isinstance(counts, str) else counts}
-        coco_mask.decode(rle)  # which checks that there are as many pixels
-    except (TypeError, ValueError, RuntimeError, IndexError, MemoryError, OverflowError) as error:
+            rle = for_tools({"size": [height, width], "counts": segmentation["counts"]})
+        if isinstance(segmentation, dict):
+            coco_mask.decode(rle)  # which checks that there are as many pixels
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, MemoryError, OverflowError) as error:
         raise ValueError("its mask cannot be decoded") from error
     return {"size": [height, width], "counts": rle["counts"].decode()}
 
@@ -125,7 +128,7 @@ class CocoInstances(SceneSource):
         self.folder = folder
         content = read_coco(path)
         categories = read_categories(content, path)
-        self.classes = [str(category["name"]) for category in categories]
+        self.classes = [category["name"] for category in categories]
         self.things = [True] * len(categories)
         self.images = read_images(content, folder, path, self.problems)
         labels = {category["id"]: number for number, category in enumerate(categories)}
@@ -134,7 +137,7 @@ class CocoInstances(SceneSource):
         sizes = {image["id"]: (image["height"], image["width"]) for image in self.images}
         seen: set[Any] = set()
         for annotation in content["annotations"]:
-            number, image = (annotation[n] if _is_number(annotation.get(n)) else None for n in ("id", "image_id"))
+            number, image = (annotation[n] if is_id(annotation.get(n)) else None for n in ("id", "image_id"))
             if number in seen:
                 self.problems.append(f"annotation {number}: another one has its id; both are used")
             if number is not None:
@@ -163,18 +166,14 @@ class CocoInstances(SceneSource):
         return any(not record["crowd"] for record in self.records(index))
 
     def records(self, index: int) -> list[dict[str, Any]]:
-        """The annotations of an image: ``label``, ``box`` as in COCO, ``segmentation``, ``area`` and ``crowd``."""
-        return json.loads(self._records[index])
-
-    def annotations(self, index: int) -> list[dict[str, Any]]:
         """See `SceneSource`; areas are those of the file, and so are boxes that are in their image."""
-        return self.records(index)
+        return json.loads(self._records[index])
 
     def scene(self, index: int) -> Scene:
         """See `SceneSource`."""
         records = self.records(index)
         height, width = self.images[index]["height"], self.images[index]["width"]
-        masks = [coco_mask.decode(_for_tools(record["segmentation"])) for record in records]
+        masks = [coco_mask.decode(for_tools(to_rle(record["segmentation"], height, width))) for record in records]
         stacked = np.stack(masks) if masks else np.zeros((0, height, width), np.uint8)
         boxes = torch.tensor([record["box"] for record in records], dtype=torch.float32).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
@@ -205,23 +204,27 @@ class CocoInstances(SceneSource):
             if len(usable) < len(segmentation):
                 number = annotation.get("id")
                 self.problems.append(f"annotation {number}: a polygon of fewer than three points is left out")
-            if not all(_is_finite(x) for polygon in usable for x in polygon):
-                raise ValueError("its polygon must be of numbers")
+            low, high = -max(height, width), 2 * max(height, width)
+            if not all(_is_finite(x) and low <= x <= high for polygon in usable for x in polygon):
+                raise ValueError("its polygon must be of numbers, and near its image")
             segmentation = usable
         elif not isinstance(segmentation, dict) or "counts" not in segmentation:
             raise ValueError("it has no mask (segmentation)")
         elif segmentation.get("size") not in ([height, width], (height, width)):
             raise ValueError(f"its mask has size {segmentation.get('size')}, its image [{height}, {width}]")
-        rle = to_rle(segmentation, height, width)
-        box = annotation.get("bbox")
-        area = annotation.get("area", float(coco_mask.area(_for_tools(rle))))
-        if not _is_finite(area) or area < 0:
+        else:
+            segmentation = to_rle(segmentation, height, width)
+        box, area = annotation.get("bbox"), annotation.get("area")
+        if box is None or "area" not in annotation:
+            rle = for_tools(to_rle(segmentation, height, width))
+            box = [float(x) for x in coco_mask.toBbox(rle)] if box is None else box
+            area = annotation.get("area", float(coco_mask.area(rle)))
+        if area is None or not _is_finite(area) or area < 0:
             raise ValueError(f"its area must be a number, at least 0, got {area!r}")
-        box = [float(x) for x in coco_mask.toBbox(_for_tools(rle))] if box is None else box
         return {
             "label": labels[category],
             "box": self._inside(annotation.get("id"), box, height, width),
-            "segmentation": rle,
+            "segmentation": segmentation,
             "area": area,
             "crowd": bool(annotation.get("iscrowd", 0)),
         }
@@ -248,6 +251,6 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _for_tools(rle: dict[str, Any]) -> dict[str, Any]:
+def for_tools(rle: dict[str, Any]) -> dict[str, Any]:
     """Compressed counts as COCO's tools take them."""
     return {"size": rle["size"], "counts": rle["counts"].encode()}

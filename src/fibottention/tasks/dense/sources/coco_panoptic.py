@@ -8,7 +8,7 @@ import torch
 
 from fibottention.errors import UserError
 from fibottention.tasks.dense.sources.base import VOID, Scene, SceneSource, read_label_map
-from fibottention.tasks.dense.sources.coco import read_categories, read_coco, read_images
+from fibottention.tasks.dense.sources.coco import is_id, read_categories, read_coco, read_images
 
 __all__ = ["CocoPanoptic"]
 
@@ -34,7 +34,7 @@ class CocoPanoptic(SceneSource):
         self.folder = folder
         content = read_coco(path)
         categories = read_categories(content, path)
-        self.classes = [str(category["name"]) for category in categories]
+        self.classes = [category["name"] for category in categories]
         self.things = [bool(category.get("isthing", 1)) for category in categories]
         self._labels = {category["id"]: number for number, category in enumerate(categories)}
         places = [path.with_suffix(""), folder.parent / path.stem]
@@ -46,7 +46,7 @@ class CocoPanoptic(SceneSource):
         for annotation in content["annotations"]:
             segments, name = annotation.get("segments_info"), annotation.get("file_name")
             is_list = isinstance(segments, list) and all(isinstance(segment, dict) for segment in segments)
-            if not is_list or not isinstance(name, str) or not isinstance(annotation.get("image_id"), int):
+            if not is_list or not isinstance(name, str) or not is_id(annotation.get("image_id")):
                 raise UserError(f"{path}: each annotation must have image_id, file_name and a list of segments_info")
             if annotation["image_id"] in by_image:
                 raise UserError(f"{path}: two annotations are of the image {annotation['image_id']}")
