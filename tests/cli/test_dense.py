@@ -28,6 +28,20 @@ def run(*words, cwd):
     return subprocess.run([*COMMAND, *map(str, words)], cwd=cwd, capture_output=True, text=True, timeout=600)
 
 
+@pytest.fixture
+def here(trained, monkeypatch, capsys):
+    """The command in this process, which spares its imports, in the folder of what was trained."""
+
+    def call(*words):
+        monkeypatch.chdir(trained[0])
+        code = main([str(word) for word in words])
+        captured = capsys.readouterr()
+        assert code == 0, captured.err
+        return captured.out
+
+    return call
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A detector and a segmenter, trained by the commands on scenes that were drawn for them."""
@@ -50,36 +64,24 @@ def test_train(trained):
     assert len(list((folder / "boxes" / "samples").iterdir())) == 6
 
 
-def test_evaluate(trained):
+def test_evaluate(trained, here):
     folder = trained[0]
     shown = run("evaluate", "boxes", cwd=folder)
     assert shown.returncode == 0, shown.stderr
     for word in ("mask AP50", "box AP small", "triangle", "on 6 images"):
         assert word in shown.stdout
     best = json.loads((folder / "boxes" / "best.json").read_text())
-    result = run("evaluate", "boxes", "--json", "--batch-size", "1", cwd=folder)
-    content = json.loads(result.stdout)
+    content = json.loads(here("evaluate", "boxes", "--json", "--batch-size", "1"))
     assert content["mask_ap"] == pytest.approx(best["mask_ap"], abs=0.5)
     assert list(content["mask_ap_by_class"]) == ["disc", "square", "triangle"]
-    averaged = run(
-        "evaluate",
-        "classes",
-        "--json",
-        "--batch-size",
-        "1",
-        "--data.test_scales",
-        "[0.75, 1]",
-        "--data.test_flip",
-        "true",
-        cwd=folder,
-    )
-    content = json.loads(averaged.stdout)
+    words = ["--json", "--batch-size", "1", "--data.test_scales", "[0.75, 1]", "--data.test_flip", "true"]
+    content = json.loads(here("evaluate", "classes", *words))
     best = json.loads((folder / "classes" / "best.json").read_text())
     assert content["miou"] != best["miou"]
     assert content["images"] == 6
 
 
-def test_predict(trained):
+def test_predict(trained, here):
     folder = trained[0]
     images = [folder / "coco" / "val2017" / f"00000{number}.png" for number in range(2)]
     shown = run("predict", "boxes", *images, "--threshold", "0.01", cwd=folder)
@@ -92,25 +94,19 @@ def test_predict(trained):
         assert entry["class"] in ("disc", "square", "triangle")
     with Image.open(folder / "boxes" / "predictions" / "000001.png") as picture:
         assert picture.size == (content["width"], content["height"])
-    result = run("predict", "classes", images[0], "--output", "found", "--json", cwd=folder)
-    assert result.returncode == 0, result.stderr
-    (content,) = json.loads(result.stdout)
+    (content,) = json.loads(here("predict", "classes", images[0], "--output", "found", "--json"))
     assert sum(entry["share"] for entry in content["classes"]) == pytest.approx(1)
     assert sorted(path.name for path in (folder / "found").iterdir()) == ["000000.json", "000000.png"]
 
 
-def test_report_and_resume(trained):
-    folder = trained[0]
-    result = run("report", "boxes", "classes", "--output", "report.html", cwd=folder)
-    assert result.returncode == 0, result.stderr
-    page = (folder / "report.html").read_text()
+def test_report_and_resume(trained, here):
+    here("report", "boxes", "classes", "--output", "report.html")
+    page = (trained[0] / "report.html").read_text()
     assert "Found in validation images" in page
     assert page.count("finds in an image") == 12
     assert "mask AP" in page
     assert "mean IoU" in page
-    resumed = run("train", "--resume", "boxes", cwd=folder)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resumed after epoch 1" in resumed.stdout
+    assert "resumed after epoch 1" in here("train", "--resume", "boxes")
 
 
 @pytest.mark.parametrize(
@@ -142,17 +138,13 @@ def test_two_processes_with_images_of_other_sizes(trained, recipe, data, options
     assert best["images"] == 2  # a sixth of the limit, each counted once
 
 
-def test_a_vision_transformer_with_another_spec(trained):
-    folder = trained[0]
+def test_a_vision_transformer_with_another_spec(here):
     words = ["--data.root=coco", "--data.workers=0", "--data.limit=12", "--train.epochs=1", "--train.batch_size=4"]
     words += ["--model.options.depth=2", "--train.output=vit", "--attention.name=longformer", "--optim.warmup_steps=1"]
-    result = run("train", "dense/maskrcnn_vit_cpu", *words, cwd=folder)
-    assert result.returncode == 0, result.stderr
-    assert "attention" in result.stdout
-    assert "12 images" in result.stdout
-    changed = run("evaluate", "vit", "--attention.name", "dense", cwd=folder)
-    assert changed.returncode == 0, changed.stderr
-    assert "with dense attention" in changed.stdout
+    shown = here("train", "dense/maskrcnn_vit_cpu", *words, "--train.device=cpu")
+    assert "attention" in shown
+    assert "12 images" in shown
+    assert "with dense attention" in here("evaluate", "vit", "--attention.name", "dense")
 
 
 @pytest.mark.parametrize(

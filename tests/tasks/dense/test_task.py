@@ -82,9 +82,9 @@ def test_a_resumed_run_ends_the_same(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "counts", "size", "words", "metric", "least"),
     [
-        ("maskrcnn_dinat_cpu", (120, 24), 72, ["--train.epochs=2"], "mask_ap", 15),
+        ("maskrcnn_dinat_cpu", (100, 16), 64, ["--train.epochs=2"], "mask_ap", 5),
         ("upernet_dinat_cpu", (64, 12), 64, ["--train.epochs=2", "--augment.crop=[64,64]"], "miou", 30),
-        ("mask2former_dinat_cpu", (120, 16), 64, ["--train.epochs=3", "--augment.crop=[64,64]"], "pq", 8),
+        ("mask2former_dinat_cpu", (120, 16), 64, ["--train.epochs=4", "--augment.crop=[64,64]"], "pq", 6),
     ],
 )
 def test_the_small_recipes_learn(recipe, counts, size, words, metric, least, tmp_path):

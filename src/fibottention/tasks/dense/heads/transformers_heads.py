@@ -89,8 +89,10 @@ def _make_config(cls: type[Any], backbone: Backbone, num_classes: int, options: 
         is_count = type(defaults[name]) is int and defaults[name] >= 1
         if is_count and isinstance(value, int | float) and value < 1:
             raise UserError(f"model.head_options.{name} must be at least 1, got {value}")
+    # YAML has 0 and 1 where transformers wants 0.0 and 1.0.
+    given = {n: float(v) if type(v) is int and type(defaults[n]) is float else v for n, v in options.items()}
     try:
-        return cls(backbone_config=maps, num_labels=num_classes, **fixed, **options)
+        return cls(backbone_config=maps, num_labels=num_classes, **fixed, **given)
     except Exception as error:  # whatever the configuration makes of its arguments
         raise UserError(f"model.head_options: {' '.join(str(error).split())}") from error
 
