@@ -105,10 +105,9 @@ class PatternAttention(nn.Module):
     @torch.compiler.assume_constant_result
     def _build_pattern(self, sequence_length: int) -> None:
         grid_size = self.grid_size if self.spec.needs_grid else None
-        if (sequence_length, grid_size) in self._patterns:
-            self._patterns[sequence_length, grid_size] = self._patterns.pop(
-                (sequence_length, grid_size)
-            )  # now the last
+        size = sequence_length, grid_size
+        if size in self._patterns:
+            self._patterns[size] = self._patterns.pop(size)  # the last to be dropped
             return
         if sequence_length <= self.prefix_tokens:
             raise ValueError(
@@ -120,7 +119,7 @@ class PatternAttention(nn.Module):
                 f"{self.spec.name} needs the grid of the tokens: the sequence has {num_tokens} patch tokens, but the "
                 f"grid is {grid_size[0]} x {grid_size[1]}"
             )
-        self._patterns[sequence_length, grid_size] = self.spec.pattern(
+        self._patterns[size] = self.spec.pattern(
             self.num_heads,
             num_tokens,
             prefix_tokens=self.prefix_tokens,
