@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
@@ -14,11 +13,12 @@ from fibottention.adapters.timm import sparsify
 from fibottention.errors import UserError
 from fibottention.models.neighborhood_checkpoints import convert_checkpoint
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
-from fibottention.specs import AttentionSpec, Dense, fit_share, nearest
+from fibottention.specs import AttentionSpec, Dense, fit_share
 from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig
 from fibottention.tasks.classification.data import ClassificationData
 from fibottention.tasks.config import attention_spec
 from fibottention.tasks.recognition import RecognitionTask
+from fibottention.tasks.timm_model import check_timm_name, create_timm_model
 from fibottention.tasks.weights import load_into
 from fibottention.training.run import Run, load_weights
 
@@ -37,8 +37,7 @@ def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Modu
     name = model_config.name.split(".")[0]
     if name in ("timesformer", "videomae", "vivit"):
         raise UserError(f"model.name={name} is for videos: take a video recipe, or --task video")
-    if not timm.is_model(name):
-        raise UserError(f"no model is named {model_config.name!r}{nearest(name, timm.list_models(), 'see timm')}")
+    check_timm_name(model_config.name)
     for reserved, instead in (("in_chans", "model.in_chans"), ("img_size", "data.image_size")):
         if reserved in model_config.options:
             raise UserError(f"model.options must not hold {reserved}; use {instead}")
@@ -52,7 +51,8 @@ def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Modu
         options["drop_path_rate"] = model_config.drop_path
     if model_config.drop:
         options["drop_rate"] = model_config.drop
-    model = _create(model_config.name, model_config.pretrained, options, config.data.image_size)
+    sized = {"img_size": config.data.image_size}
+    model = create_timm_model(model_config.name, model_config.pretrained, options, sized)
     report = None
     if spec is None and model_config.match_macs is not None:
         raise UserError("model.match_macs needs an attention spec, got attention.name=none")
@@ -77,18 +77,6 @@ def _matched(model: nn.Module, spec: AttentionSpec, share: float) -> AttentionSp
         return spec
     most = max(layer.num_tokens for layer in sparsify(model, Dense()).layers)
     return fit_share(spec, share, lambda candidate: sparsify(model, candidate).density, most)
-
-
-def _create(name: str, pretrained: bool, options: dict[str, Any], image_size: int) -> nn.Module:
-    """The model of timm for an image size; convolutional models, which take any, have no such argument."""
-    for sized in (True, False):
-        arguments: dict[str, Any] = {**options, "img_size": image_size} if sized else options
-        try:
-            return timm.create_model(name, pretrained=pretrained, **arguments)
-        except Exception as error:  # whatever the model's constructor makes of its arguments
-            if not (sized and isinstance(error, TypeError) and "'img_size'" in str(error)):
-                raise UserError(f"model {name} cannot be made: {' '.join(str(error).split())}") from error
-    raise AssertionError("unreachable")
 
 
 class ClassificationTask(RecognitionTask):

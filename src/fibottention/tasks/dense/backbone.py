@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import timm
 from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 
@@ -13,8 +12,9 @@ from fibottention.errors import UserError
 from fibottention.models.neighborhood_checkpoints import convert_checkpoint
 from fibottention.models.neighborhood_registry import is_neighborhood_model
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
-from fibottention.specs import AttentionSpec, nearest
+from fibottention.specs import AttentionSpec
 from fibottention.tasks.dense.config import DenseModelConfig
+from fibottention.tasks.timm_model import check_timm_name, create_timm_model
 from fibottention.training.run import load_weights
 
 __all__ = ["Backbone", "SimplePyramid", "build_backbone"]
@@ -125,8 +125,7 @@ def build_backbone(
         UserError: If the model is unknown, gives no maps, or cannot take the spec.
     """
     name = config.name.split(".")[0]
-    if not timm.is_model(name):
-        raise UserError(f"no model is named {config.name!r}{nearest(name, timm.list_models(), 'see timm')}")
+    check_timm_name(config.name)
     reserved = [option for option in ("num_classes", "in_chans", "features_only") if option in config.options]
     if reserved:
         raise UserError(f"model.options must not hold {reserved[0]}, which a backbone does not take")
@@ -154,15 +153,7 @@ def build_backbone(
 
 
 def _create(name: str, pretrained: bool, options: dict[str, Any]) -> Any:
-    """The model of timm for images of any size; those that take any have no such argument."""
-    for sized in (True, False):
-        arguments = {"num_classes": 0, **options, **({"dynamic_img_size": True} if sized else {})}
-        try:
-            return timm.create_model(name, pretrained=pretrained, **arguments)
-        except Exception as error:  # whatever the model's constructor makes of its arguments
-            if not (sized and isinstance(error, TypeError) and "dynamic_img_size" in str(error)):
-                raise UserError(f"model {name} cannot be made: {' '.join(str(error).split())}") from error
-    raise AssertionError("unreachable")
+    return create_timm_model(name, pretrained, {"num_classes": 0, **options}, {"dynamic_img_size": True})
 
 
 def _load(model: Any, source: str) -> None:

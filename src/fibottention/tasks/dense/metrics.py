@@ -56,6 +56,11 @@ def make_metric(source: SceneSource) -> DenseMetric:
 class InstanceMetric(DenseMetric):
     """COCO's average precision of boxes and masks, by faster-coco-eval; crowds are ignored as COCO does."""
 
+    def __init__(self, source: SceneSource) -> None:
+        super().__init__(source)
+        # Those of a file need not be sent from process to process.
+        self._has_records = source.records(0) is not None
+
     def record(self, prediction: Prediction, scene: Scene) -> dict[str, Any]:
         """See `DenseMetric`."""
         boxes = prediction["boxes"].cpu().clone()
@@ -71,8 +76,7 @@ class InstanceMetric(DenseMetric):
             )
         ]
         height, width = scene["masks"].shape[-2:]
-        # Records of a file need not be sent from process to process.
-        true = None if self.source.records(0) is not None else scene_records(scene)
+        true = None if self._has_records else scene_records(scene)
         return {"size": (height, width), "found": found, "true": true}
 
     def summarize(self, records: dict[int, Any]) -> tuple[dict[str, float], dict[str, Any]]:

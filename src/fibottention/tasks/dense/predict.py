@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as F
 
@@ -25,8 +24,7 @@ def predict_image(
     """
     pixels = F.pil_to_tensor(image)
     device = next(model.parameters()).device
-    with torch.no_grad():
-        found = model.predict([pixels.to(device)])[0]
+    found = model.predict([pixels.to(device)])[0]
     found = {name: value.cpu() for name, value in found.items()}
     drawn = draw_prediction(pixels, found, classes, threshold)
     return F.to_pil_image(drawn), prediction_to_dict(found, classes, threshold)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from fibottention.adapters.report import SparsifyReport
 from fibottention.adapters.timm import sparsify
 from fibottention.errors import UserError
-from fibottention.specs import nearest
 from fibottention.tasks.config import attention_spec
 from fibottention.tasks.robot.config import RobotConfig
 from fibottention.tasks.robot.normalizer import Normalizer
 from fibottention.tasks.robot.shapes import PolicyShapes
 from fibottention.tasks.robot.unet import ConditionalUNet1d
+from fibottention.tasks.timm_model import check_timm_name
 
 __all__ = ["DiffusionPolicy", "build_policy"]
 
@@ -229,8 +229,7 @@ def build_policy(config: RobotConfig, shapes: PolicyShapes) -> tuple[DiffusionPo
         UserError: If the encoder is unknown, cannot be made so, or cannot take the spec.
     """
     name, options, spec = config.model.name, config.model.options, attention_spec(config.attention)
-    if not timm.is_model(name.split(".")[0]):
-        raise UserError(f"no model is named {name!r}{nearest(name, timm.list_models('*vit*'), 'see timm')}")
+    check_timm_name(name, "*vit*")
     for reserved in ("img_size", "num_classes", "in_chans", "global_pool", "fc_norm"):
         if reserved in options:
             raise UserError(f"model.options must not hold {reserved}, which follows from what the policy sees")

@@ -86,24 +86,29 @@ def _is_number(value: Any) -> bool:
 
 
 def to_rle(segmentation: Any, height: int, width: int) -> dict[str, Any]:
-    """Polygons, or counts in either form, as COCO's compressed counts, in a form that JSON can hold.
+    """Polygons, or counts in either form, as COCO's compressed counts, in a form that JSON can hold."""
+    to_counts: Any = coco_mask.frPyObjects
+    if isinstance(segmentation, list):
+        rle = coco_mask.merge(to_counts(segmentation, height, width))
+    elif isinstance(segmentation["counts"], list):
+        rle = to_counts(segmentation, height, width)
+    else:
+        return {"size": [height, width], "counts": segmentation["counts"]}
+    return {"size": [height, width], "counts": rle["counts"].decode()}
+
+
+def _checked_rle(segmentation: dict[str, Any], height: int, width: int) -> dict[str, Any]:
+    """Counts of a file in compressed form.
 
     Raises:
         ValueError: If they make no mask of an image of this size.
     """
-    to_counts: Any = coco_mask.frPyObjects
     try:
-        if isinstance(segmentation, list):
-            rle = coco_mask.merge(to_counts(segmentation, height, width))
-        elif isinstance(segmentation["counts"], list):
-            rle = to_counts(segmentation, height, width)
-        else:
-            rle = for_tools({"size": [height, width], "counts": segmentation["counts"]})
-        if isinstance(segmentation, dict):
-            coco_mask.decode(rle)  # which checks that there are as many pixels
+        rle = to_rle(segmentation, height, width)
+        coco_mask.decode(for_tools(rle))  # which checks that there are as many pixels
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, MemoryError, OverflowError) as error:
         raise ValueError("its mask cannot be decoded") from error
-    return {"size": [height, width], "counts": rle["counts"].decode()}
+    return rle
 
 
 class CocoInstances(SceneSource):
@@ -213,7 +218,7 @@ class CocoInstances(SceneSource):
         elif segmentation.get("size") not in ([height, width], (height, width)):
             raise ValueError(f"its mask has size {segmentation.get('size')}, its image [{height}, {width}]")
         else:
-            segmentation = to_rle(segmentation, height, width)
+            segmentation = _checked_rle(segmentation, height, width)
         box, area = annotation.get("bbox"), annotation.get("area")
         if box is None or "area" not in annotation:
             rle = for_tools(to_rle(segmentation, height, width))
