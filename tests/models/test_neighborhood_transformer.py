@@ -286,3 +286,13 @@ def test_can_be_traced():
     model = small()
     x = images(64, 64)
     torch.testing.assert_close(torch.jit.trace(model, x, check_trace=False)(x), model(x))
+
+
+def test_models_are_found_by_their_sizes():
+    large = {"embed_dim": 192, "depths": [3, 4, 18, 5], "num_heads": [6, 12, 24, 48], "mlp_ratio": 2.0}
+    assert registry.matching_model_name("dinat", {**large, "kernel_size": 7}) == "dinat_large"
+    assert registry.matching_model_name("dinat", {**large, "kernel_size": 11}) == "dinat_large_384_11x11"
+    assert registry.matching_model_name("nat", {**large, "kernel_size": 7}) is None
+    mini = {"embed_dim": 64, "depths": (3, 4, 6, 5), "num_heads": (2, 4, 8, 16), "mlp_ratio": 3.0, "kernel_size": 7}
+    assert registry.matching_model_name("nat", mini) == "nat_mini"
+    assert registry.matching_model_name("dinat", {**mini, "mlp_ratio": 4.0}) is None

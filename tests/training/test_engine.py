@@ -11,8 +11,9 @@ import torch
 from fibottention.analysis.report import write_report
 from fibottention.errors import UserError
 from fibottention.ops.twist import Twist
+from fibottention.tasks.classification import task as task_module
 from fibottention.tasks.classification.config import ClassificationConfig
-from fibottention.tasks.classification.task import ClassificationTask
+from fibottention.tasks.classification.task import ClassificationTask, build_model
 from fibottention.tasks.runs import train_run
 from fibottention.training.engine import Trainer, make_accelerator
 from fibottention.training.run import Run, load_weights
@@ -252,7 +253,7 @@ def test_a_diverging_run_stops_with_advice(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: setattr(c.train, "epochs", 0), "train.epochs must be at least 1, got 0"),
+        (lambda c: setattr(c.train, "epochs", -1), "train.epochs must be at least 0, got -1"),
         (lambda c: setattr(c.train, "gradient_accumulation", 0), "train.gradient_accumulation must be at least 1"),
         (lambda c: setattr(c.optim, "name", "adamq"), "optim.name=adamq cannot be made: .*did you mean"),
         (
@@ -290,6 +291,42 @@ def test_bad_options_are_named_and_leave_no_folder(tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         train_run(config, tmp_path / "run", command="")
     assert not (tmp_path / "run").exists()
+
+
+def test_without_epochs_the_first_weights_are_evaluated_and_kept(tmp_path):
+    trained = train_run(tiny_config(epochs=1), tmp_path / "trained", command="")
+    config = tiny_config(epochs=0)
+    config.model.checkpoint = str(tmp_path / "trained/best.safetensors")
+    summary = train_run(config, tmp_path / "run", command="")
+    run = Run(tmp_path / "run")
+    assert summary["top1"] == trained["top1"] == run.read_json("best.json")["top1"]
+    assert (summary["epochs"], summary["best_epoch"], summary["train_seconds"]) == (0, 0, 0)
+    assert summary["step_milliseconds"] is None
+    assert [record["epoch"] for record in run.metrics()] == [0]
+    assert equal(run.weights(), Run(tmp_path / "trained").weights())
+    assert train_run(config, tmp_path / "run") == summary, "there is nothing to go on with"
+    html = write_report([tmp_path / "run", tmp_path / "trained"], tmp_path / "report.html").read_text()
+    assert "0 of 0" in html
+    write_report([tmp_path / "run"], tmp_path / "report.html")
+
+
+def test_without_epochs_a_new_classifier_is_refused(tmp_path, monkeypatch):
+    other, _ = build_model(tiny_config(), 7)
+    torch.save(other.state_dict(), tmp_path / "other.pth")
+    config = tiny_config(epochs=0)
+    config.model.checkpoint = str(tmp_path / "other.pth")
+    with pytest.raises(UserError, match=r"do not fit VisionTransformer: 2 of another shape \(head"):
+        train_run(config, tmp_path / "run", command="")
+    create = task_module.create_timm_model  # pretrained weights would have to be downloaded
+    monkeypatch.setattr(task_module, "create_timm_model", lambda name, pretrained, *rest: create(name, False, *rest))
+    config.model.checkpoint, config.model.pretrained = None, True
+    with pytest.raises(
+        UserError, match=r"weights of vit_tiny_patch16_224 are for 1000 classes, the data have 10: with"
+    ):
+        train_run(config, tmp_path / "run", command="")
+    assert not (tmp_path / "run").exists()
+    config.train.epochs = 1
+    train_run(config, tmp_path / "run", command="")
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):

@@ -247,10 +247,9 @@ def _curves(pages: list[_RunPage]) -> Figure:
     for axis, (key, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for page in pages:
             if key == "train_loss":
-                values = [loss for record in page.records for loss in record["loss_curve"]]
-                epochs = np.concatenate(
-                    [r["epoch"] - 1 + (np.arange(n) + 0.5) / n for r in page.records for n in [len(r["loss_curve"])]]
-                )
+                curves = [(r["epoch"], r["loss_curve"]) for r in page.records if r["epoch"]]
+                values = [loss for _, curve in curves for loss in curve]
+                epochs = [e - 1 + (i + 0.5) / len(curve) for e, curve in curves for i in range(len(curve))]
                 axis.plot(epochs, values, color=page.colour, label=page.name)
             else:
                 known = [record for record in page.records if key in record]  # rollouts are not of every epoch

@@ -103,9 +103,11 @@ def _train(config: TaskConfig, folder: str, command: str | None, console: Consol
         kind = task_kind(config.task)
         shown = [f"{label} {kind.show(n, summary[n])}" for n, label in kind.metrics.items() if n in summary]
         found = shown[0] if shown else f"validation loss {summary['val_loss']:.4f}"
+        after = (
+            f"best {found} after epoch {summary['best_epoch']}" if summary["epochs"] else f"{found} without training"
+        )
         console.print(
-            f"best {found} after epoch {summary['best_epoch']}; run in {folder}; "
-            f"next: fibottention report {shlex.quote(folder)}",
+            f"{after}; run in {folder}; next: fibottention report {shlex.quote(folder)}",
             soft_wrap=True,
         )
     return 0
@@ -139,7 +141,7 @@ def _demo(recipe: dict[str, Any], words: list[str], command: str, console: Conso
             f"{summary['top1']:.2f} %",
             f"{summary['attention']['pairs']:.2%}",
             f"{summary['attention']['macs'] / 1e6:.2f} M",
-            f"{summary['step_milliseconds']:.0f} ms",
+            f"{summary['step_milliseconds']:.0f} ms" if summary["epochs"] else "-",
         )
     console.print(table)
     report = Path(parent) / "report.html"

@@ -117,6 +117,30 @@ def is_neighborhood_model(name: str) -> bool:
     return name.split(".")[0] in _MODELS
 
 
+def matching_model_name(kind: str, sizes: Mapping[str, Any]) -> str | None:
+    """The name of the first of these models of some sizes, whatever their dilations; None if there is none.
+
+    Args:
+        kind: ``"nat"`` or ``"dinat"``.
+        sizes: Arguments of `NeighborhoodTransformer`.
+    """
+    compared = ("embed_dim", "depths", "num_heads", "mlp_ratio", "kernel_size")
+
+    def of(arguments: Mapping[str, Any]) -> list[Any]:
+        values = [arguments.get(key, usual.get(key)) for key in compared]
+        return [list(value) if isinstance(value, list | tuple) else value for value in values]
+
+    usual = {"mlp_ratio": 3.0, "kernel_size": 7}
+    return next(
+        (
+            name
+            for name, arguments in _MODELS.items()
+            if name.startswith(f"{kind}_") and "tokenizer" not in arguments and of(arguments) == of(sizes)
+        ),
+        None,
+    )
+
+
 def neighborhood_model_names() -> list[str]:
     """The names of these models."""
     return list(_MODELS)

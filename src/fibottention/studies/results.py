@@ -177,11 +177,12 @@ def table_rows(study: Study, results: Sequence[VariantResult]) -> tuple[list[str
 
 def _cost(summary: dict[str, Any], finished: Sequence[RunResult]) -> list[str]:
     attention = summary["attention"]
+    times = [time for run in finished if (time := run.summary["step_milliseconds"]) is not None]
     return [
         f"{summary['parameters'] / 1e6:.3f} M",
         "" if attention is None or not attention["pairs"] else f"{attention['pairs']:.2%}",
         "" if attention is None else f"{attention['macs'] / 1e6:.2f} M",
-        f"{median_low(run.summary['step_milliseconds'] for run in finished):.0f}",
+        f"{median_low(times):.0f}" if times else "",
     ]
 
 

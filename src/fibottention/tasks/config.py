@@ -25,7 +25,7 @@ _RANGES: tuple[Range, ...] = (
     ("optim.min_lr", 0, None),
     ("optim.warmup_steps", 0, None),
     ("optim.ema_power", 1e-6, None),
-    ("train.epochs", 1, None),
+    ("train.epochs", 0, None),
     ("train.batch_size", 1, None),
     ("train.gradient_accumulation", 1, None),
     ("train.seed", 0, None),

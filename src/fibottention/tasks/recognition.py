@@ -44,7 +44,7 @@ class RecognitionTask(RunTask):
         model: nn.Module | None = None,
         classes: Sequence[str] | None = None,
     ) -> None:
-        data = self.data = self.make_data(config, train, classes)
+        data = self.data = self.make_data(config, train and config.train.epochs > 0, classes)
         self.num_classes = len(data.classes)
         if self.num_classes < 2:
             raise UserError(f"the data have only one class ({data.classes[0]}); {self.sample_name} need at least 2")

@@ -81,15 +81,16 @@ def train_run(
         return None
     records = run.metrics()
     best = run.read_json("best.json") or {}
-    step_times = sorted(record["step_milliseconds"] for record in records)
+    trained = [record for record in records if record["epoch"]]
+    step_times = sorted(record["step_milliseconds"] for record in trained)
     summary = {
         "model": config.model.name,
         **task.summary(),
         **{name: best[name] for name in (*task_kind(config.task).metrics, "val_loss") if name in best},
         "best_epoch": best["epoch"],
-        "epochs": len(records),
-        "train_seconds": sum(record["train_seconds"] for record in records),
-        "step_milliseconds": step_times[len(step_times) // 2],
+        "epochs": len(trained),
+        "train_seconds": sum(record["train_seconds"] for record in trained),
+        "step_milliseconds": step_times[len(step_times) // 2] if step_times else None,
         "parameters": parameters,
         "whole_model_macs": task.macs(),
         "environment": run.read_json("environment.json"),

@@ -4,7 +4,26 @@ from torch import Tensor, nn
 
 from fibottention.errors import UserError
 
-__all__ = ["load_into"]
+__all__ = ["check_classes", "load_into"]
+
+
+def check_classes(source: object, theirs: int, ours: int) -> None:
+    """Check that a model that is not trained has the classifier of its weights.
+
+    Args:
+        source: What to call the weights in a message.
+        theirs: Classes of the weights; 0 if they have no classifier.
+        ours: Classes of the data.
+
+    Raises:
+        UserError: If the classifier would be a new one.
+    """
+    if theirs != ours:
+        found = f"are for {theirs} classes" if theirs else "have no classifier"
+        raise UserError(
+            f"the weights of {source} {found}, the data have {ours}: with train.epochs=0 the new classifier would "
+            "learn nothing"
+        )
 
 
 def load_into(model: nn.Module, weights: dict[str, Tensor], source: object, *, new_classifier: bool = False) -> None:

@@ -63,7 +63,7 @@ class TrainConfig:
     """The training loop.
 
     Attributes:
-        epochs: Passes over the training data.
+        epochs: Passes over the training data; with 0, the weights that the model starts from are evaluated and kept.
         batch_size: Samples per step and process.
         gradient_accumulation: Steps per update of the weights.
         seed: Seed of the weights, the order of the data, augmentation and dropout.

@@ -182,9 +182,11 @@ class Trainer:
             )
         self.steps_per_epoch = len(self.train_loader)
         self.updates_per_epoch = math.ceil(self.steps_per_epoch / train.gradient_accumulation)
-        if not self.updates_per_epoch:
-            raise UserError("there is not one training batch; lower train.batch_size")
-        self.scheduler = self._make_scheduler(optimizer)
+        self.scheduler = None
+        if train.epochs:
+            if not self.updates_per_epoch:
+                raise UserError("there is not one training batch; lower train.batch_size")
+            self.scheduler = self._make_scheduler(optimizer)
         self.epoch = 0  # epochs finished
         self.best = -math.inf
 
@@ -284,8 +286,8 @@ class Trainer:
         return self.ema.module if self.ema is not None else self.accelerator.unwrap_model(self.model)
 
     def fit(self) -> None:
-        """Train to the last epoch, from the run's last checkpoint if it has one."""
-        self._resume()
+        """Train to the last epoch, from the run's last checkpoint if it has one; without epochs, only evaluate."""
+        is_resumed = self._resume()
         writer = SummaryWriter(str(self.run.folder / "tensorboard")) if self.accelerator.is_main_process else None
         with Progress(
             TextColumn("{task.description}"),
@@ -300,6 +302,8 @@ class Trainer:
             while self.epoch < self.train.epochs:
                 record = self._epoch(progress, bar, writer)
                 self._finish_epoch(record, writer)
+            if not self.train.epochs and not is_resumed:
+                self._finish_epoch({"epoch": 0}, writer)
         if writer is not None:
             writer.close()
         self._report_unreadable()
@@ -382,19 +386,20 @@ class Trainer:
         record.update(evaluation.metrics)
         if scales := _transform_scales(self.eval_model):
             record["transform_scales"] = [scale.item() for scale in scales]
-        self.epoch += 1
+        self.epoch = record["epoch"]
         score = self.task.score(evaluation.metrics)
         if score is None:  # until there is one to compare, the last epoch is kept
             is_best = self.best == -math.inf
         else:
             is_best, self.best = score > self.best, max(self.best, score)
         numbers = "  ".join(f"{name} {number:.4g}" for name, number in evaluation.metrics.items())
-        self.console.print(
-            f"epoch {self.epoch}/{self.train.epochs}  loss {record['train_loss']:.4f}  {numbers}  "
-            f"{record['samples_per_second']:.1f} {self.task.sample_name}/s",
-            highlight=False,
-            soft_wrap=True,
-        )
+        line = f"without training  {numbers}"
+        if self.epoch:
+            line = (
+                f"epoch {self.epoch}/{self.train.epochs}  loss {record['train_loss']:.4f}  {numbers}  "
+                f"{record['samples_per_second']:.1f} {self.task.sample_name}/s"
+            )
+        self.console.print(line, highlight=False, soft_wrap=True)
         if self.accelerator.is_main_process:
             records = [r for r in self.run.metrics() if r["epoch"] < self.epoch]
             self.run.write_metrics([*records, record])
@@ -418,10 +423,11 @@ class Trainer:
             self.run.save_checkpoint(self.epoch, self.accelerator.unwrap_model(self.model).state_dict(), state)
         self.accelerator.wait_for_everyone()
 
-    def _resume(self) -> None:
+    def _resume(self) -> bool:
+        """Take up the run's last checkpoint; returns whether there is one."""
         folder = self.run.checkpoint()
         if folder is None:
-            return
+            return False
         try:
             weights = load_file(folder / "model.safetensors")
             state = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
@@ -435,6 +441,7 @@ class Trainer:
             raise UserError(f"{folder} is not a checkpoint of this model: {str(error).splitlines()[0]}") from error
         self.epoch, self.best = state["epoch"], state["best"]
         self.console.print(f"resumed after epoch {self.epoch} from {folder}")
+        return True
 
     def _report_unreadable(self) -> None:
         names = self.task.unreadable()

@@ -326,3 +326,14 @@ def test_attention_of_a_given_cost_that_cannot_be():
         config.attention = {"name": "none"}
         with pytest.raises(UserError, match="model.match_macs needs an attention spec, got attention.name=none"):
             build_model(config, 10)
+
+
+def test_pretrained_weights_bring_their_normalization():
+    words = ["--model.name", "vit_small_patch16_224", "--model.pretrained", "true"]
+    found = make_config({}, words).data  # timm: trained with 0.5, not with ImageNet's statistics
+    assert (found.mean, found.std) == ([0.5] * 3, [0.5] * 3)
+    told = make_config({}, [*words, "--data.mean", "[0.4, 0.4, 0.4]"]).data
+    assert (told.mean, told.std) == ([0.4] * 3, [0.5] * 3)
+    assert make_config({}, words[:2]).data.mean is None
+    assert make_config({}, [*words, "--model.in_chans", "1"]).data.mean is None
+    assert make_config({}, ["--model.name", "no_such_model", "--model.pretrained", "true"]).data.mean is None

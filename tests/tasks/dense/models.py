@@ -49,6 +49,18 @@ MASK2FORMER = {
     "num_queries": 8,
     "train_num_points": 128,
 }
+ONEFORMER = {
+    "hidden_dim": 32,
+    "conv_dim": 32,
+    "mask_dim": 32,
+    "encoder_feedforward_dim": 32,
+    "dim_feedforward": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 3,
+    "num_attention_heads": 4,
+    "num_queries": 8,
+    "train_num_points": 128,
+}
 HEADS = {
     "mask_rcnn": ("mask_rcnn", "instance", RCNN),
     "cascade": ("cascade_mask_rcnn", "instance", RCNN),
@@ -56,7 +68,9 @@ HEADS = {
     "mask2former_instance": ("mask2former", "instance", MASK2FORMER),
     "mask2former_semantic": ("mask2former", "semantic", MASK2FORMER),
     "mask2former_panoptic": ("mask2former", "panoptic", MASK2FORMER),
+    "oneformer_panoptic": ("oneformer", "panoptic", ONEFORMER),
 }
+CLASSES = ["disc", "square", "ground"]
 THINGS = [True, True, False]
 
 
@@ -73,7 +87,7 @@ def model_config(head: str, backbone: str = "dinat") -> DenseConfig:
 def make(head: str, backbone: str = "dinat", seed: int = 0) -> DenseModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return build_model(model_config(head, backbone), THINGS)[0]
+        return build_model(model_config(head, backbone), CLASSES, THINGS)[0]
 
 
 def image(height: int, width: int, seed: int = 0) -> torch.Tensor:

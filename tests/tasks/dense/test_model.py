@@ -10,7 +10,7 @@ from fibottention.errors import UserError
 from fibottention.tasks.dense.config import DenseDataConfig
 from fibottention.tasks.dense.heads.base import DenseHead
 from fibottention.tasks.dense.model import DenseModel, build_model
-from tests.tasks.dense.models import BACKBONES, HEADS, THINGS, image, make, model_config, scene
+from tests.tasks.dense.models import BACKBONES, CLASSES, HEADS, THINGS, image, make, model_config, scene
 
 SIZES = [(64, 80), (56, 60), (64, 80)]
 
@@ -71,8 +71,12 @@ def test_all_parameters_learn(head, backbone):
     sizes = SIZES if head != "upernet" else SIZES[::2]
     losses = model([image(*size) for size in sizes], [scene(head, *size) for size in sizes])
     torch.stack(list(losses.values())).sum().backward()
-    missing = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    missing = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
     assert missing == []
+    fixed = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert fixed == (["head.net.criterion.logit_scale"] if head.startswith("oneformer") else [])
     assert all(loss.isfinite() for loss in losses.values())
 
 
@@ -85,7 +89,7 @@ def test_images_without_objects_are_learned_from(head):
     total = torch.stack(list(losses.values())).sum()
     assert total.isfinite()
     total.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
     with torch.no_grad():
         mixed = model(images, [scene(head, 64, 80, empty=True), scene(head, 64, 80)])
     assert all(loss.isfinite() for loss in mixed.values())
@@ -159,7 +163,7 @@ def test_options_may_be_zero_where_that_means_something():
     for head, options in (("mask2former_instance", {"dropout": 0}), ("upernet", {"auxiliary_loss_weight": 0})):
         config = model_config(head)
         config.model.head_options |= options
-        build_model(config, THINGS)
+        build_model(config, CLASSES, THINGS)
 
 
 def test_predictions_need_no_configuration():
@@ -210,7 +214,7 @@ def test_masks_are_counted_without_the_other_processes():
 def test_mask_rcnn_is_that_of_torchvision():
     config = model_config("mask_rcnn")
     config.model.drop_path = 0.0
-    ours = build_model(config, THINGS)[0].eval()
+    ours = build_model(config, CLASSES, THINGS)[0].eval()
 
     class Maps(nn.Module):
         out_channels = 16
@@ -353,4 +357,4 @@ def test_wrong_options_of_heads(head, options, sentence):
     config = model_config(head)
     config.model.head_options = options
     with pytest.raises(UserError, match=sentence):
-        build_model(config, THINGS)
+        build_model(config, CLASSES, THINGS)

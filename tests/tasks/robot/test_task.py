@@ -92,7 +92,11 @@ def test_rollouts_are_every_few_epochs_and_at_the_end(tmp_path):
     train_run(small(tmp_path, **changes), tmp_path / "run", command="")
     records = Run(tmp_path / "run").metrics()
     assert [r["epoch"] for r in records if "test_mean_score" in r] == [2, 4, 5]
-    assert Run(tmp_path / "run").read_json("best.json")["epoch"] in (2, 4, 5)
+    best = Run(tmp_path / "run").read_json("best.json")
+    assert best["epoch"] in (2, 4, 5)
+    words = [f"--model.checkpoint={tmp_path}/run/best.safetensors"]
+    summary = train_run(small(tmp_path, *words, **{**changes, "train.epochs": 0}), tmp_path / "again", command="")
+    assert summary["test_mean_score"] == best["test_mean_score"]
 
 
 def test_weights_are_there_before_the_first_rollouts(tmp_path, monkeypatch):

@@ -145,6 +145,10 @@ def test_pretrained_models_load_and_get_a_new_classifier(name, tmp_path, videos)
     assert all(torch.equal(own[key], theirs[key]) for key in theirs if not key.startswith("classifier"))
     assert report.spec == Fibottention()
     train_run(make_config({"task": "video"}, words), tmp_path / "run", command="")
+    with pytest.raises(UserError, match=r"source are for 7 classes, the data have 4: with train.epochs=0 the new"):
+        build_model(make_config({"task": "video"}, [*words, "--train.epochs=0"]), 4)
+    model, _ = build_model(make_config({"task": "video"}, [*words, "--train.epochs=0"]), 7)
+    assert torch.equal(model.classifier.weight, source.classifier.weight)
     (tmp_path / "source").rename(tmp_path / "elsewhere")
     again, *_ = load_model(tmp_path / "run")  # without the source
     assert type(again) is type(source)
@@ -181,6 +185,8 @@ def test_pretrained_models_that_do_not_fit(words, message, tmp_path):
 def test_weights_of_a_file_start_a_run(tmp_path):
     source, _ = build_model(tiny("--attention.name=none"), 4)
     torch.save(source.state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(UserError, match="2 of another shape"):
+        build_model(tiny(f"--model.checkpoint={tmp_path}/weights.pth", "--train.epochs=0"), 6)
     model, _ = build_model(tiny(f"--model.checkpoint={tmp_path}/weights.pth"), 6)
     assert torch.equal(model.timesformer.layernorm.weight, source.timesformer.layernorm.weight)
     assert model.classifier.out_features == 6

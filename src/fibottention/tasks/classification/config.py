@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+import timm
+
 from fibottention.errors import UserError
 from fibottention.models.neighborhood_registry import is_neighborhood_model
 from fibottention.tasks.config import Range, TaskConfig
@@ -22,8 +24,8 @@ class DataConfig:
         val_split: Name of the validation split or folder, likewise; val, validation or test if null.
         image_size: Side of the image given to the model, in pixels.
         resize: Side to which the shorter side is resized before the centre crop in evaluation; image_size if null.
-        mean: Mean per channel; that of the data set, or ImageNet's, if null.
-        std: Standard deviation per channel; that of the data set, or ImageNet's, if null.
+        mean: Mean per channel; if null that of pretrained weights, of the data set, or ImageNet's.
+        std: Standard deviation per channel, likewise.
         interpolation: bicubic, bilinear, nearest or random (training only).
         workers: Processes that load images.
         strict: Stop at the first image that cannot be read, instead of listing them at the end.
@@ -138,9 +140,13 @@ class ClassificationConfig(TaskConfig):
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def settle(self, chosen: set[str]) -> None:
-        """See `TaskConfig`; NAT and DiNAT have an attention of their own."""
+        """See `TaskConfig`; NAT and DiNAT have an attention of their own, pretrained weights a normalization."""
         if "attention" not in chosen and is_neighborhood_model(self.model.name):
             self.attention = {"name": "none"}
+        weights = timm.get_pretrained_cfg(self.model.name, allow_unregistered=True) if self.model.pretrained else None
+        if weights is not None and self.model.in_chans == len(weights.mean):
+            self.data.mean = self.data.mean or list(weights.mean)
+            self.data.std = self.data.std or list(weights.std)
 
     def check(self) -> None:
         """See `TaskConfig`."""

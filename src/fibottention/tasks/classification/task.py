@@ -19,7 +19,7 @@ from fibottention.tasks.classification.data import ClassificationData
 from fibottention.tasks.config import attention_spec
 from fibottention.tasks.recognition import RecognitionTask
 from fibottention.tasks.timm_model import check_timm_name, create_timm_model
-from fibottention.tasks.weights import load_into
+from fibottention.tasks.weights import check_classes, load_into
 from fibottention.training.run import Run, load_weights
 
 __all__ = ["ClassificationTask", "build_model"]
@@ -53,6 +53,8 @@ def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Modu
         options["drop_rate"] = model_config.drop
     sized = {"img_size": config.data.image_size}
     model = create_timm_model(model_config.name, model_config.pretrained, options, sized)
+    if model_config.pretrained and not config.train.epochs:
+        check_classes(model_config.name, model.pretrained_cfg["num_classes"], num_classes)
     report = None
     if spec is None and model_config.match_macs is not None:
         raise UserError("model.match_macs needs an attention spec, got attention.name=none")
@@ -67,7 +69,7 @@ def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Modu
         weights = load_weights(Path(model_config.checkpoint))
         if isinstance(model, NeighborhoodTransformer):
             weights = convert_checkpoint(weights, model)
-        load_into(model, weights, model_config.checkpoint, new_classifier=True)
+        load_into(model, weights, model_config.checkpoint, new_classifier=config.train.epochs > 0)
     return model, report
 
 

@@ -1,4 +1,4 @@
-"""Weights of whole models: of runs, and of UperNet and Mask2Former in transformers' layout."""
+"""Weights of whole models: of runs, and of UperNet, Mask2Former and OneFormer in transformers' layout."""
 
 import json
 from pathlib import Path
@@ -16,14 +16,17 @@ __all__ = ["load_checkpoint"]
 
 # Where transformers' models keep their backbone, by the names of their parts.
 _BACKBONES = ("model.pixel_level_module.encoder.", "backbone.")
+# OneFormer's texts are for its contrastive loss only.
+_SURPLUS = ("head.net.model.text_mapper.", "head.net.criterion.")
 
 
-def load_checkpoint(model: Any, path: Path) -> None:
+def load_checkpoint(model: Any, path: Path, *, new_classes: bool = True) -> None:
     """Load the weights of a run, or of a folder in transformers' layout, into a model of maybe other classes.
 
     Args:
         model: A `fibottention.tasks.dense.model.DenseModel`.
         path: File of weights, or a folder with ``model.safetensors``, whole or in parts, or ``pytorch_model.bin``.
+        new_classes: Whether what depends on the number of classes may begin anew.
 
     Raises:
         UserError: If they cannot be read or do not fit.
@@ -33,7 +36,13 @@ def load_checkpoint(model: Any, path: Path) -> None:
     if not any(name.startswith("head.") for name in weights):
         weights = _from_transformers(model, weights, path)
     other = [n for n in weights if n in own and own[n].shape != weights[n].shape and _is_classifier(n)]
-    for name in other:  # made for other classes; these begin anew
+    if other and not new_classes:
+        name = other[0].removeprefix("head.")
+        raise UserError(
+            f"the weights in {path} are for other classes than those of the data ({name} has {len(weights[other[0]])} "
+            f"rows, not {len(own[other[0]])}), and with train.epochs=0 new ones would learn nothing"
+        )
+    for name in other:
         weights[name] = own[name]
     load_into(model, weights, path)
 
@@ -41,7 +50,15 @@ def load_checkpoint(model: Any, path: Path) -> None:
 def _is_classifier(name: str) -> bool:
     return any(
         part in name
-        for part in ("cls_score", "bbox_pred", "mask_fcn_logits", "classifier.", "class_predictor", "empty_weight")
+        for part in (
+            "cls_score",
+            "bbox_pred",
+            "mask_fcn_logits",
+            "classifier.",
+            "class_predictor",
+            "decoder.class_embed",
+            "empty_weight",
+        )
     )
 
 
@@ -63,7 +80,8 @@ def _from_transformers(model: Any, weights: dict[str, Tensor], path: Path) -> di
     prefix = next((p for p in _BACKBONES if any(name.startswith(p) for name in weights)), None)
     if prefix is None or not hasattr(model.head, "net"):
         raise UserError(
-            f"the weights in {path} are neither of a run nor of UperNet or Mask2Former in transformers' layout"
+            f"the weights in {path} are neither of a run nor of UperNet, Mask2Former or OneFormer in transformers' "
+            "layout"
         )
     inner = model.backbone.model
     if not isinstance(inner, NeighborhoodTransformer):
@@ -74,4 +92,7 @@ def _from_transformers(model: Any, weights: dict[str, Tensor], path: Path) -> di
     of_backbone = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
     converted = convert_checkpoint(of_backbone, inner)
     rest = {f"head.net.{n}": w for n, w in weights.items() if not n.startswith(prefix)}
-    return {f"backbone.model.{n}": w for n, w in converted.items()} | rest
+    rest = {n: w for n, w in rest.items() if not n.startswith(_SURPLUS)}
+    # What the losses keep depends on the options only.
+    losses = {n: w for n, w in model.state_dict().items() if n.startswith(_SURPLUS)}
+    return {f"backbone.model.{n}": w for n, w in converted.items()} | rest | losses

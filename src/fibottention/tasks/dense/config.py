@@ -15,6 +15,7 @@ _TARGETS = {
     "cascade_mask_rcnn": ("instance",),
     "upernet": ("semantic",),
     "mask2former": ("instance", "semantic", "panoptic"),
+    "oneformer": ("instance", "semantic", "panoptic"),
 }
 
 
@@ -89,26 +90,28 @@ class DenseModelConfig:
     Attributes:
         name: Backbone: any NAT, DiNAT, Swin or other pyramid of timm's, or a plain vision transformer, which gets a
             simple feature pyramid.
-        head: mask_rcnn, cascade_mask_rcnn, upernet or mask2former.
+        head: mask_rcnn, cascade_mask_rcnn, upernet, mask2former or oneformer.
         pretrained: Load timm's pretrained weights into the backbone.
         backbone_checkpoint: File of weights (.safetensors or .pth) of the backbone to start from: of a classifier that
             was trained here, or one of NAT or DiNAT in any published layout.
-        checkpoint: File of weights of a whole model to start from; for upernet and mask2former also a folder in
-            transformers' layout. The classes may differ.
+        checkpoint: File of weights of a whole model to start from; for upernet, mask2former and oneformer also a folder
+            in transformers' layout, whose sizes options and head_options then take over. The classes may differ.
         drop_path: Stochastic depth rate of the backbone.
         options: Further arguments of the backbone, for example {dilations: [[1, 28, 1], ...]}.
         head_options: Further arguments of the head: those of transformers' configuration for upernet and mask2former;
             for the others those of `fibottention.tasks.dense.heads.rcnn.RcnnOptions`, such as channels.
+        head_classes: Names of the classes of mask2former or oneformer, if they are more than those of the data.
     """
 
     name: str = "dinat_tiny"
-    head: Literal["mask_rcnn", "cascade_mask_rcnn", "upernet", "mask2former"] = "mask_rcnn"
+    head: Literal["mask_rcnn", "cascade_mask_rcnn", "upernet", "mask2former", "oneformer"] = "mask_rcnn"
     pretrained: bool = False
     backbone_checkpoint: str | None = None
     checkpoint: str | None = None
     drop_path: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
     head_options: dict[str, Any] = field(default_factory=dict)
+    head_classes: list[str] | None = None
 
 
 def _optim() -> OptimConfig:
@@ -172,6 +175,8 @@ class DenseConfig(TaskConfig):
                 raise UserError("augment.jitter needs augment.crop, into which images are fitted")
             if not 0 < augment.jitter[0] <= augment.jitter[1]:
                 raise UserError(f"augment.jitter must be two numbers 0 < low <= high, got {list(augment.jitter)}")
+        if self.model.head_classes is not None and head not in ("mask2former", "oneformer"):
+            raise UserError(f"model.head_classes is for mask2former and oneformer, got model.head={head}")
         if augment.max_class_share < 1 and (augment.crop is None or data.target != "semantic"):
             raise UserError("augment.max_class_share needs augment.crop and data.target=semantic")
         places = ("train_images", "train_annotations", "val_images", "val_annotations")

@@ -15,6 +15,7 @@ from fibottention.tasks.dense.backbone import Backbone, build_backbone
 from fibottention.tasks.dense.checkpoints import load_checkpoint
 from fibottention.tasks.dense.config import DenseConfig, DenseDataConfig
 from fibottention.tasks.dense.heads import DenseHead, Prediction, build_head, pyramid_channels
+from fibottention.tasks.dense.published import adopt_published
 from fibottention.tasks.dense.sources.base import Scene
 
 __all__ = ["DenseModel", "build_model"]
@@ -127,19 +128,26 @@ def _by_size(images: list[Tensor]) -> list[tuple[list[int], tuple[int, int]]]:
     return [(places, size) for size, places in groups.items()]
 
 
-def build_model(config: DenseConfig, things: list[bool]) -> tuple[DenseModel, SparsifyReport | None]:
+def build_model(
+    config: DenseConfig, classes: list[str], things: list[bool]
+) -> tuple[DenseModel, SparsifyReport | None]:
     """The model of a configuration, with its attention spec put in, and what that did.
 
     Args:
-        config: All options.
+        config: All options; with a checkpoint in transformers' layout they take over its sizes, so that a run can be
+            opened without it.
+        classes: Names of the classes.
         things: Per class, whether its objects can be counted.
 
     Raises:
         UserError: If the model is unknown, cannot be made so, or cannot take the spec.
     """
+    source = None if config.model.checkpoint is None else Path(config.model.checkpoint)
+    if source is not None and source.is_dir():
+        adopt_published(config.model, source, classes)
     backbone, report = build_backbone(config.model, attention_spec(config.attention), pyramid_channels(config.model))
-    head = build_head(config, backbone, things)
+    head = build_head(config, backbone, classes, things)
     model = DenseModel(backbone, head, config.data)
-    if config.model.checkpoint is not None:
-        load_checkpoint(model, Path(config.model.checkpoint))
+    if source is not None:
+        load_checkpoint(model, source, new_classes=config.train.epochs > 0)
     return model, report

@@ -39,6 +39,7 @@ class DenseTask(RunTask):
     def __init__(self, config: DenseConfig, *, train: bool = True, model: DenseModel | None = None) -> None:
         config.check()
         self.config = config
+        train = train and config.train.epochs > 0
         self.data = DenseData(config, train=train)
         if train and config.model.head == "upernet":
             self._check_batches()
@@ -48,7 +49,7 @@ class DenseTask(RunTask):
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(config.train.seed)
-                self.model, self.sparsify_report = build_model(config, self.data.val_source.things)
+                self.model, self.sparsify_report = build_model(config, self.data.classes, self.data.val_source.things)
         state = PartialState()
         if config.model.head == "upernet" and state.num_processes > 1 and str(state.device).startswith("cuda"):
             # A process has few images. Those of a batch have one size, so that all processes take part as often.
@@ -69,19 +70,21 @@ class DenseTask(RunTask):
     @classmethod
     def restore_model(cls, config: DenseConfig, saved: dict[str, Any]) -> nn.Module:
         """See `RunTask`."""
-        return build_model(config, saved["things"])[0]
+        return build_model(config, saved["classes"], saved["things"])[0]
 
     def overview(self) -> str:
         """See `RunTask`."""
         data, problems = self.data, self.data.problems()
-        text = f"{self.config.model.head}, {len(data.train_dataset)} images, {len(data.classes)} classes"
+        images = data.train_dataset if self.config.train.epochs else data.val_dataset
+        text = f"{self.config.model.head}, {len(images)} images, {len(data.classes)} classes"
         if problems:
             text += f", {len(problems)} annotations or images mended or left out (the first: {problems[0]})"
         return text
 
     def summary(self) -> dict[str, Any]:
         """See `RunTask`."""
-        return {"classes": self.data.classes, "train_images": len(self.data.train_dataset)}
+        images = {"train_images": len(self.data.train_dataset)} if self.config.train.epochs else {}
+        return {"classes": self.data.classes, **images}
 
     def macs(self) -> int:
         """Of the first validation image, whose objects a detector's cost depends on."""

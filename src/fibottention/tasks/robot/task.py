@@ -130,7 +130,7 @@ class RobotTask(RunTask):
         metrics = {"val_loss": float(all_losses.mean())}
         details: dict[str, Any] = {"shapes": self.data.shapes.to_dict(), "windows": len(all_losses)}
         rollout = self.config.rollout
-        is_due = (self.epoch + 1) % rollout.every == 0 or self.epoch + 1 == self.config.train.epochs
+        is_due = (self.epoch + 1) % rollout.every == 0 or self.epoch + 1 >= self.config.train.epochs
         if rollout.environment is not None and is_due:
             rollouts = self._roll_out(model, accelerator)
             summary = summarize(rollouts)

@@ -19,7 +19,7 @@ from fibottention.errors import UserError
 from fibottention.specs import nearest
 from fibottention.tasks.config import attention_spec
 from fibottention.tasks.video.config import VideoConfig
-from fibottention.tasks.weights import load_into
+from fibottention.tasks.weights import check_classes, load_into
 from fibottention.training.run import load_weights
 
 __all__ = ["build_model"]
@@ -77,7 +77,8 @@ def build_model(config: VideoConfig, num_classes: int) -> tuple[nn.Module, Spars
     except ValueError as error:
         raise UserError(f"attention in {name}: {error}") from error
     if config.model.checkpoint is not None:
-        load_into(model, load_weights(Path(config.model.checkpoint)), config.model.checkpoint, new_classifier=True)
+        weights = load_weights(Path(config.model.checkpoint))
+        load_into(model, weights, config.model.checkpoint, new_classifier=config.train.epochs > 0)
     return model, report
 
 
@@ -170,6 +171,9 @@ def _pretrained(config: VideoConfig, num_classes: int) -> nn.Module:
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"model.pretrained={source} cannot be loaded: {str(error).splitlines()[0]}") from error
     differing = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
+    if not config.train.epochs and any(key.startswith("classifier.") for key in differing):
+        has_classifier = not any(key.startswith("classifier.") for key in info["missing_keys"])
+        check_classes(source, (has_classifier and found.num_labels) or 0, num_classes)
     # A VideoMAE that was trained without labels has no norm before its classifier.
     if strange := [key for key in differing if not key.startswith(("classifier.", "fc_norm."))]:
         raise UserError(

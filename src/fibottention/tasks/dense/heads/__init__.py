@@ -1,5 +1,6 @@
 """Heads: from feature maps to objects, classes and segments."""
 
+from fibottention.errors import UserError
 from fibottention.tasks.dense.backbone import Backbone
 from fibottention.tasks.dense.config import DenseConfig, DenseModelConfig
 from fibottention.tasks.dense.heads.base import DenseHead, Prediction, make_options
@@ -21,12 +22,13 @@ def pyramid_channels(config: DenseModelConfig) -> int:
     return make_options(RcnnOptions, options).channels
 
 
-def build_head(config: DenseConfig, backbone: Backbone, things: list[bool]) -> DenseHead:
+def build_head(config: DenseConfig, backbone: Backbone, classes: list[str], things: list[bool]) -> DenseHead:
     """The head of a configuration.
 
     Args:
         config: All options.
         backbone: What gives the maps.
+        classes: Names of the classes.
         things: Per class, whether its objects can be counted.
 
     Raises:
@@ -36,8 +38,14 @@ def build_head(config: DenseConfig, backbone: Backbone, things: list[bool]) -> D
     if config.model.head in _RCNN:
         is_cascade = config.model.head == "cascade_mask_rcnn"
         return RcnnHead(backbone, len(things), make_options(RcnnOptions, options), is_cascade=is_cascade)
-    from fibottention.tasks.dense.heads.transformers_heads import Mask2FormerHead, UperNetHead
+    from fibottention.tasks.dense.heads.transformers_heads import Mask2FormerHead, OneFormerHead, UperNetHead
 
     if config.model.head == "upernet":
         return UperNetHead(backbone, len(things), options)
-    return Mask2FormerHead(backbone, things, options, config.data.target)
+    head = {"mask2former": Mask2FormerHead, "oneformer": OneFormerHead}[config.model.head]
+    names = config.model.head_classes
+    if names is None:
+        return head(backbone, things, options, config.data.target)
+    if absent := [name for name in classes if name not in names]:
+        raise UserError(f"model.head_classes lacks the class {absent[0]} of the data")
+    return head(backbone, things, options, config.data.target, [names.index(name) for name in classes], len(names))

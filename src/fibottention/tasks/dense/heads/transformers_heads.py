@@ -1,6 +1,6 @@
-"""UperNet and Mask2Former of transformers, over maps that are computed already."""
+"""UperNet, Mask2Former and OneFormer of transformers, over maps that are computed already."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
@@ -10,6 +10,8 @@ from transformers import (
     AutoBackbone,
     Mask2FormerConfig,
     Mask2FormerForUniversalSegmentation,
+    OneFormerConfig,
+    OneFormerForUniversalSegmentation,
     PreTrainedConfig,
     PreTrainedModel,
     UperNetConfig,
@@ -24,11 +26,27 @@ from fibottention.tasks.dense.backbone import Backbone
 from fibottention.tasks.dense.heads.base import DenseHead, Prediction, padded_to, resized_scores
 from fibottention.tasks.dense.sources.base import VOID, Scene, mask_boxes
 
-__all__ = ["Mask2FormerHead", "UperNetHead"]
+__all__ = ["Mask2FormerHead", "OneFormerHead", "UperNetHead", "head_defaults"]
 
 _OBJECTS = 100  # most per image
 _SURE = 0.8  # smallest score of a segment of a panoptic prediction
 _SEEN = 0.8  # least share of a segment's mask that other segments do not cover
+# "the task is panoptic" and so on in CLIP's tokens, which transformers' processor of OneFormer pads with zeros.
+_TASK_TOKENS = {
+    "panoptic": [49406, 518, 10549, 533, 1072, 24755, 49407],
+    "instance": [49406, 518, 10549, 533, 34572, 49407],
+    "semantic": [49406, 518, 10549, 533, 29119, 1550, 49407],
+}
+# What the data and the backbone decide, and OneFormer's training with texts.
+_RESERVED = {
+    "num_labels",
+    "backbone_config",
+    "id2label",
+    "label2id",
+    "loss_ignore_index",
+    "auxiliary_in_channels",
+    "is_training",
+}
 
 
 class _GivenMapsConfig(BackboneConfigMixin, PreTrainedConfig):
@@ -63,6 +81,15 @@ class _Mask2FormerConfig(Mask2FormerConfig):
     backbones_supported: ClassVar[list[str]] = [_GivenMapsConfig.model_type]
 
 
+class _OneFormerConfig(OneFormerConfig):
+    backbones_supported: ClassVar[list[str]] = [_GivenMapsConfig.model_type]
+
+
+_CONFIGS: dict[str, type[Any]] = {
+    "upernet": UperNetConfig,
+    "mask2former": _Mask2FormerConfig,
+    "oneformer": _OneFormerConfig,
+}
 AutoBackbone.register(_GivenMapsConfig, _GivenMaps, exist_ok=True)
 
 
@@ -76,15 +103,18 @@ def _given(backbone: Any, maps: list[Tensor]) -> Iterator[None]:
         backbone.maps = ()
 
 
-def _make_config(cls: type[Any], backbone: Backbone, num_classes: int, options: dict[str, Any], **fixed: Any) -> Any:
-    reserved = {"num_labels", "backbone_config", "id2label", "label2id", "loss_ignore_index", "auxiliary_in_channels"}
-    known = [name for name in cls().to_dict() if name not in reserved]
+def head_defaults(head: str) -> dict[str, Any]:
+    """The options of ``"upernet"``, ``"mask2former"`` or ``"oneformer"`` and their defaults."""
+    return {name: value for name, value in _CONFIGS[head]().to_dict().items() if name not in _RESERVED}
+
+
+def _make_config(head: str, backbone: Backbone, num_classes: int, options: dict[str, Any], **fixed: Any) -> Any:
+    cls, defaults = _CONFIGS[head], head_defaults(head)
     for name in options:
-        if name not in known:
+        if name not in defaults:
             where = f"see transformers.{cls.__name__.removeprefix('_')}"
-            raise UserError(f"model.head_options has no {name}{nearest(name, known, where)}")
+            raise UserError(f"model.head_options has no {name}{nearest(name, list(defaults), where)}")
     maps = _GivenMapsConfig(backbone.channels)
-    defaults = cls().to_dict()
     for name, value in options.items():
         is_count = type(defaults[name]) is int and defaults[name] >= 1
         if is_count and isinstance(value, int | float) and value < 1:
@@ -126,7 +156,7 @@ class UperNetHead(DenseHead):
         super().__init__()
         if num_classes < 2:
             raise UserError("model.head=upernet needs at least 2 classes, and the data have one")
-        config = _make_config(UperNetConfig, backbone, num_classes, options, loss_ignore_index=VOID)
+        config = _make_config("upernet", backbone, num_classes, options, loss_ignore_index=VOID)
         self.net: Any = _make_net(UperNetForSemanticSegmentation, config)
 
     def losses(
@@ -151,22 +181,37 @@ class UperNetHead(DenseHead):
         return [{"scores": resized_scores(of_image, size, wanted).softmax(0)} for of_image in logits]
 
 
-class Mask2FormerHead(DenseHead):
-    """Mask2Former: queries, each with a class and a mask (arXiv 2112.01527).
+class _QueryHead(DenseHead):
+    """Queries, each with a class and a mask.
 
     Args:
         backbone: What gives the maps.
         things: Per class, whether its objects can be counted.
-        options: Arguments of transformers' ``Mask2FormerConfig``.
+        options: Arguments of transformers' configuration.
         target: ``"instance"``, ``"semantic"`` or ``"panoptic"``.
+        places: Number of each class among those of the head; the head has no others if None.
+        num_classes: Classes of the head, if ``places`` are given.
     """
 
-    def __init__(self, backbone: Backbone, things: list[bool], options: dict[str, Any], target: str) -> None:
+    name: ClassVar[str]
+    net_class: ClassVar[type[Any]]
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        things: list[bool],
+        options: dict[str, Any],
+        target: str,
+        places: Sequence[int] | None = None,
+        num_classes: int = 0,
+    ) -> None:
         super().__init__()
-        config = _make_config(_Mask2FormerConfig, backbone, len(things), options)
-        self.net: Any = _make_net(Mask2FormerForUniversalSegmentation, config)
+        count = len(things) if places is None else num_classes
+        self.net: Any = _make_net(self.net_class, _make_config(self.name, backbone, count, options))
         self.net.criterion.get_num_masks = _count_masks
         self.things, self.target = things, target
+        places = range(len(things)) if places is None else places
+        self.register_buffer("places", torch.tensor(places), persistent=False)
 
     def losses(
         self, features: list[Tensor], pixels: Tensor, size: tuple[int, int], scenes: list[Scene]
@@ -174,12 +219,13 @@ class Mask2FormerHead(DenseHead):
         """See `DenseHead`."""
         pairs = [self._masks(scene) for scene in scenes]
         masks = [padded_to(mask.float(), pixels, 0.0) for mask, _ in pairs]
-        output = self._run(features, pixels, mask_labels=masks, class_labels=[labels for _, labels in pairs])
+        labels = [self.places[of_image] for _, of_image in pairs]
+        output = self._run(features, pixels, mask_labels=masks, class_labels=labels)
         return {"loss_queries": output.loss.squeeze()}
 
-    def _run(self, features: list[Tensor], pixels: Tensor, **labels: Any) -> Any:
+    def _run(self, features: list[Tensor], pixels: Tensor, **inputs: Any) -> Any:
         with _given(self.net.model.pixel_level_module.encoder, features):
-            return self.net(pixels, **labels)
+            return self.net(pixels, **inputs)
 
     @staticmethod
     def _masks(scene: Scene) -> tuple[Tensor, Tensor]:
@@ -207,7 +253,10 @@ class Mask2FormerHead(DenseHead):
             masks = torch.nn.functional.interpolate(
                 masks[None].float(), pixels.shape[-2:], mode="bilinear", align_corners=False
             )[0]
-            predictions.append(read(classes.float().softmax(-1), resized_scores(masks, size, wanted)))
+            # The last one is that there is nothing; the probabilities of classes that are not wanted are lost.
+            scores = classes.float().softmax(-1)
+            scores = torch.cat([scores[:, self.places], scores[:, -1:]], dim=1)
+            predictions.append(read(scores, resized_scores(masks, size, wanted)))
         return predictions
 
     @staticmethod
@@ -254,3 +303,34 @@ class Mask2FormerHead(DenseHead):
             "labels": torch.tensor([label for label, _ in found], dtype=torch.int64, device=masks.device),
             "scores": torch.tensor([score for _, score in found], device=masks.device),
         }
+
+    places: Tensor
+
+
+class Mask2FormerHead(_QueryHead):
+    """Mask2Former (arXiv 2112.01527); see `_QueryHead`."""
+
+    name = "mask2former"
+    net_class = Mask2FormerForUniversalSegmentation
+
+
+class OneFormerHead(_QueryHead):
+    """OneFormer (arXiv 2211.06220), told its target; see `_QueryHead`.
+
+    It learns without the contrast between its queries and texts about the image.
+    """
+
+    name = "oneformer"
+    net_class = OneFormerForUniversalSegmentation
+
+    def __init__(self, backbone: Backbone, things: list[bool], options: dict[str, Any], target: str, *of_classes: Any):
+        super().__init__(backbone, things, options, target, *of_classes)
+        self.net.criterion.logit_scale.requires_grad_(False)  # of the contrast
+        tokens = torch.zeros(1, self.net.config.task_seq_len, dtype=torch.int64)
+        tokens[0, : len(_TASK_TOKENS[target])] = torch.tensor(_TASK_TOKENS[target])
+        self.register_buffer("task", tokens, persistent=False)
+
+    def _run(self, features: list[Tensor], pixels: Tensor, **inputs: Any) -> Any:
+        return super()._run(features, pixels, task_inputs=self.task.expand(len(pixels), -1), **inputs)
+
+    task: Tensor
