@@ -356,3 +356,31 @@ def test_boxes_around_masks():
 def test_wrong_places(coco, options, sentence):
     with pytest.raises(UserError, match=sentence):
         open_source(DenseDataConfig(**{"root": str(coco), **options}), train=False)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_photographs_are_turned_as_they_were_annotated(coco, turned):
+    """With EXIF orientation 6: most tools annotate the upright image, some the stored one."""
+    stored = np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)
+    height, width = (60, 40) if turned else (40, 60)
+
+    def edit(content):
+        entry = content["images"][0]
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        Image.fromarray(stored).save(coco / "val2017" / entry["file_name"], exif=exif)
+        entry.update(height=height, width=width)
+        content["annotations"] = [
+            {
+                "id": 1,
+                "image_id": entry["id"],
+                "category_id": 7,
+                "segmentation": [[1, 1, 9, 1, 9, 9]],
+                "bbox": [1, 1, 8, 8],
+            }
+        ]
+
+    image, scene = change(coco, edit).load(0)
+    expected = np.rot90(stored, -1) if turned else stored
+    assert np.array_equal(np.asarray(image), expected)
+    assert scene["masks"].shape[-2:] == (height, width)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from faster_coco_eval.core import mask as coco_mask
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from fibottention.errors import UserError
@@ -73,13 +73,17 @@ class SceneSource(ABC):
     def load(self, index: int) -> tuple[Image.Image, Scene]:
         """An image in RGB and what is in it.
 
+        A photograph is turned as its camera says, unless it was annotated as it is stored.
+
         Raises:
             Exception: Of any kind, if one of them cannot be read.
         """
-        with Image.open(self.path(index)) as file:
-            image = to_rgb(file)
         scene = self.scene(index)
         shape = tuple(scene["masks" if "masks" in scene else "map"].shape[-2:])
+        with Image.open(self.path(index)) as file:
+            image = ImageOps.exif_transpose(file)
+            as_stored = (image.height, image.width) != shape and (file.height, file.width) == shape
+            image = to_rgb(file if as_stored else image)
         if shape != (image.height, image.width):
             raise ValueError(
                 f"the image has {image.height} x {image.width} pixels, its annotations {shape[0]} x {shape[1]}"
