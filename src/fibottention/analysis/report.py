@@ -254,6 +254,8 @@ def _curves(pages: list[_RunPage]) -> Figure:
             else:
                 known = [record for record in page.records if key in record]  # rollouts are not of every epoch
                 values = [record[key] for record in known]
+                if values and not any(record["epoch"] for record in known):  # it was not trained
+                    axis.axhline(values[-1], linestyle="--", color=page.colour)
                 axis.plot([r["epoch"] for r in known], values, "o-", markersize=3, color=page.colour, label=page.name)
         axis.set_xlabel("epoch")
         axis.set_ylabel(label)

@@ -358,3 +358,9 @@ def test_wrong_options_of_heads(head, options, sentence):
     config.model.head_options = options
     with pytest.raises(UserError, match=sentence):
         build_model(config, CLASSES, THINGS)
+
+
+def test_queries_of_oneformer_begin_apart():
+    """With transformers' own initial weights they are alike, and stay so."""
+    module = make("oneformer_panoptic").head.net.model.transformer_module
+    assert module.queries_embedder.weight.std() > 0.9

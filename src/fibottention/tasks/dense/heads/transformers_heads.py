@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoBackbone,
     Mask2FormerConfig,
@@ -326,6 +326,10 @@ class OneFormerHead(_QueryHead):
     def __init__(self, backbone: Backbone, things: list[bool], options: dict[str, Any], target: str, *of_classes: Any):
         super().__init__(backbone, things, options, target, *of_classes)
         self.net.criterion.logit_scale.requires_grad_(False)  # of the contrast
+        # As in the released code; transformers' 0.02 leaves all queries alike.
+        decoder, module = self.net.model.pixel_level_module.decoder, self.net.model.transformer_module
+        for table in (decoder.level_embed, module.level_embed.weight, module.queries_embedder.weight):
+            nn.init.normal_(table)
         tokens = torch.zeros(1, self.net.config.task_seq_len, dtype=torch.int64)
         tokens[0, : len(_TASK_TOKENS[target])] = torch.tensor(_TASK_TOKENS[target])
         self.register_buffer("task", tokens, persistent=False)
