@@ -57,13 +57,13 @@ def test_means_spreads_and_differences_by_hand(study, tmp_path):
     pretend(study, tmp_path, top1)
     results = collect(study, tmp_path, {f"{names[2].replace(', ', '-')}/seed-0": "the loss became nan"})
     first, second, third, fourth = results
-    assert first.last_top1 == Summary(55, pytest.approx(50**0.5), 2)
+    assert first.last == Summary(55, pytest.approx(50**0.5), 2)
     assert first.difference is None
-    assert second.top1 == Summary(68, pytest.approx(8**0.5), 2)
+    assert second.best == Summary(68, pytest.approx(8**0.5), 2)
     assert second.difference == Summary(4, pytest.approx(8**0.5), 2)  # 52 - 50 and 66 - 60
     assert third.difference == Summary(-3, None, 1)
     assert [run.state for run in third.runs] == ["diverged", "finished"]
-    assert fourth.last_top1 is None
+    assert fourth.last is None
     header, rows = table_rows(study, results)
     assert header[:2] == ["variant", "seeds"]
     assert rows[1] == [
@@ -80,6 +80,36 @@ def test_means_spreads_and_differences_by_hand(study, tmp_path):
     assert (grid.get_ylabel(), grid.get_xlabel()) == ("scale", "threshold")
     curves = curves_figure(study, results).axes[0]
     assert [list(line.get_ydata()) for line in curves.lines] == [[40, 55], [55, 59], [10, 57]]
+
+
+def test_each_task_is_compared_by_its_own_metric(tmp_path):
+    path = tmp_path / "robots.yaml"
+    variants = {name: {"attention": {"name": name}} for name in ("dense", "fibottention")}
+    path.write_text(yaml.safe_dump({"base": "robot/pusht_cpu", "variants": variants}))
+    robots = load_study(str(path), roots={"pusht.zarr": "/elsewhere/pusht.zarr"}, overrides=["--data.path=pusht.zarr"])
+    assert {run.config.data.path for run in robots.runs} == {"/elsewhere/pusht.zarr"}
+    assert {run.config.essence()["data"]["path"] for run in robots.runs} == {"pusht.zarr"}
+    for planned, values in zip(robots.runs, ((0.25, 0.5), (0.75, 0.625)), strict=True):
+        run = Run(tmp_path / "out" / planned.path)
+        scores = [{"epoch": 2 * i + 2, "test_mean_score": value} for i, value in enumerate(values)]
+        run.write_metrics([{"epoch": 1, "val_loss": 3.0}, scores[0], {"epoch": 3, "val_loss": 2.0}, scores[1]])
+        content = {"test_mean_score": max(values), "parameters": 1000, "attention": None, "step_milliseconds": None}
+        run.write_json("summary.json", content)
+    results = collect(robots, tmp_path / "out", {})
+    assert results[1].runs[0].curve == ((2, 0.75), (4, 0.625))
+    header, rows = table_rows(robots, results)
+    assert header[2:5] == ["mean score, last epoch", "minus dense", "best epoch"]
+    assert rows[1][2:5] == ["0.6250", "+0.1250", "0.7500"]
+    assert rows[1][-1] == ""
+    assert curves_figure(robots, results).axes[0].get_ylabel() == "mean score"
+    path.write_text(yaml.safe_dump({"base": "dense/upernet_dinat_cpu", "grid": {"model.drop_path": [0.0, 0.1]}}))
+    segmenters = load_study(str(path), roots={"ade20k": "/elsewhere"})
+    assert segmenters.score.label == "mean IoU"
+    assert {run.config.data.root for run in segmenters.runs} == {"/elsewhere"}
+    settings = {"robots": {"base": "robot/pusht_cpu"}, "segmenters": {"base": "dense/upernet_dinat_cpu"}}
+    path.write_text(yaml.safe_dump({"settings": settings, "grid": {"optim.lr": [0.1, 0.2]}}))
+    with pytest.raises(UserError, match="measured by mean score and mean IoU, which cannot be compared"):
+        load_study(str(path))
 
 
 def run_tiny(folder, seeds, **changes):
@@ -116,10 +146,10 @@ def test_a_study_from_the_command_line_and_one_more_seed(tmp_path):
     assert "run 1 of 4" not in result.stdout
     assert (out / "dense/seed-0/summary.json").stat().st_mtime_ns == kept
     content = json.loads((out / "results.json").read_text())
-    assert [entry["last_top1"]["count"] for entry in content["results"]] == [2, 2]
+    assert [entry["last"]["count"] for entry in content["results"]] == [2, 2]
     for entry in content["results"]:
         for run in entry["runs"]:
-            assert run["last_top1"] == Run(out / run["folder"]).metrics()[-1]["top1"]
+            assert run["last"] == Run(out / run["folder"]).metrics()[-1]["top1"]
     html = (out / "report.html").read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)', html)
     assert len(re.findall(r"data:image/png;base64,", html)) == 2

@@ -14,7 +14,7 @@ from fibottention.studies.runner import RESULT_NOTE, run_study
 
 __all__ = ["run"]
 
-_FILES_ONLY = ("best epoch (%)", "parameters", "attention MACs")  # a terminal is too narrow for all columns
+_FILES_ONLY = ("best epoch", "parameters", "attention MACs")  # a terminal is too narrow for all columns
 
 
 def run(words: list[str]) -> int:
@@ -31,7 +31,13 @@ def run(words: list[str]) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="the study's small version, for minutes on a CPU")
     parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="seeds in the place of the study's own")
-    parser.add_argument("--root", nargs="+", default=[], metavar="DATA=DIR", help="folders of data by data.name")
+    parser.add_argument(
+        "--root",
+        nargs="+",
+        default=[],
+        metavar="DATA=DIR",
+        help="folders of data by data.name (data.format of detectors, data.path of robots)",
+    )
     parser.add_argument("--output", type=Path, help="folder of the study (default: runs/STUDY)")
     parser.add_argument("--list", action="store_true", help="list the runs, and train nothing")
     arguments, rest = parser.parse_known_args(words)
@@ -67,7 +73,7 @@ def run(words: list[str]) -> int:
         return 0
     header, rows = table_rows(study, results)
     table = Table(title=study.title)
-    shown = [i for i, name in enumerate(header) if name not in _FILES_ONLY]
+    shown = [i for i, name in enumerate(header) if not name.startswith(_FILES_ONLY)]
     for i in shown:
         is_name = header[i] in ("setting", "variant")
         table.add_column(header[i], justify="left" if is_name else "right", overflow="fold" if is_name else "ellipsis")

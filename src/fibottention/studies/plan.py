@@ -10,6 +10,7 @@ from typing import Any
 from fibottention.errors import UserError
 from fibottention.specs import nearest
 from fibottention.tasks.config import TaskConfig
+from fibottention.tasks.kinds import task_kind
 from fibottention.tasks.options import (
     load_recipe,
     make_config,
@@ -19,7 +20,7 @@ from fibottention.tasks.options import (
     shipped_recipes,
 )
 
-__all__ = ["PlannedRun", "Study", "load_study", "study_names"]
+__all__ = ["PlannedRun", "Score", "Study", "load_study", "study_names"]
 
 _KEYS = ("title", "task", "base", "seeds", "reference", "settings", "variants", "grid", "quick")
 
@@ -44,6 +45,30 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
+class Score:
+    """The metric by which runs are compared.
+
+    Attributes:
+        name: Its name in the log.
+        label: What to call it.
+        is_percent: Whether it is in percent.
+    """
+
+    name: str
+    label: str
+    is_percent: bool
+
+    @property
+    def unit(self) -> str:
+        """What follows the label."""
+        return " (%)" if self.is_percent else ""
+
+    def text(self, value: float, signed: bool = False) -> str:
+        """A value for people."""
+        return f"{value:{'+' if signed else ''}.{2 if self.is_percent else 4}f}"
+
+
+@dataclass(frozen=True)
 class Study:
     """A study, ready to run.
 
@@ -55,6 +80,7 @@ class Study:
         cells: Values of the grid's options by variant, for the variants that the grid makes.
         seeds: Seeds.
         reference: Variant that the others are compared with.
+        score: The metric by which runs are compared.
         runs: All runs, in the order in which they are made.
     """
 
@@ -65,6 +91,7 @@ class Study:
     cells: dict[str, dict[str, Any]]
     seeds: tuple[int, ...]
     reference: str
+    score: Score
     runs: tuple[PlannedRun, ...]
 
 
@@ -93,7 +120,7 @@ def load_study(
         quick: Whether to take the quick version.
         seeds: Seeds in the place of the study's own.
         overrides: Options for all runs, such as ``--train.epochs=3``.
-        roots: Folders of data by ``data.name``.
+        roots: Places of data by ``data.name`` (``data.format`` of detectors, ``data.path`` of robots).
 
     Raises:
         UserError: If there is no such study or something in it is not valid.
@@ -142,17 +169,21 @@ def load_study(
                 config = make_config(merge_options(common, options), list(overrides))
             except UserError as error:
                 raise UserError(f"variant {variant!r} of the study {path}: {error}") from error
-            if config.data.name in (roots or {}):
-                config.data.root = (roots or {})[config.data.name]
-                used.add(config.data.name)
+            if (data := _data_name(config)) in (roots or {}):
+                setattr(config.data, config.source[1], (roots or {})[data])
+                used.add(data)
             folder = "/".join(_slug(part) for part in (setting, variant) if part)
             for seed in seeds:
                 own_config = replace(config, train=replace(config.train, seed=seed))
                 runs.append(PlannedRun(setting, variant, seed, own_config, f"{folder}/seed-{seed}"))
     for data in set(roots or {}) - used:
-        names = sorted({run.config.data.name for run in runs})
+        names = sorted({_data_name(run.config) for run in runs})
         raise UserError(f"--root: the study uses no data named {data!r}{nearest(data, names)}")
     _check_runs(runs, path)
+    scores = {_score(run.config): run.config for run in runs}
+    if len(scores) > 1:
+        labels = " and ".join(score.label for score in scores)
+        raise UserError(f"the study {path} has runs that are measured by {labels}, which cannot be compared")
     # All variants with one seed before the next seed, so that a study cut short compares like with like.
     runs.sort(key=lambda run: seeds.index(run.seed))
     return Study(
@@ -163,8 +194,20 @@ def load_study(
         cells,
         seeds,
         reference,
+        next(iter(scores)),
         tuple(runs),
     )
+
+
+def _data_name(config: TaskConfig) -> str:
+    return str(getattr(config.data, config.source[0]))
+
+
+def _score(config: TaskConfig) -> Score:
+    kind = task_kind(config.task)
+    name = kind.score_of(config)
+    is_percent = name in kind.metrics and name not in kind.shares
+    return Score(name, kind.metrics.get(name, "validation loss"), is_percent)
 
 
 def _find(name: str) -> Path:

@@ -14,7 +14,6 @@ from fibottention.studies.results import VariantResult
 
 __all__ = ["curves_figure", "results_figure"]
 
-_LABEL = "top-1 after the last epoch (%)"
 _MOST_CURVES = 16
 
 
@@ -44,17 +43,17 @@ def _dots(axis: Axes, study: Study, results: Sequence[VariantResult]) -> None:
     for row, result in enumerate(results):
         is_reference = result.variant == study.reference
         colour = COLOURS[1] if is_reference else COLOURS[0]
-        values = [run.last_top1 for run in result.finished]
+        values = [run.last for run in result.finished]
         axis.plot(values, [row] * len(values), "o", markersize=4, markerfacecolor="none", color=colour, alpha=0.7)
-        if result.last_top1 is None:
+        if result.last is None:
             continue
-        mean, deviation = result.last_top1.mean, result.last_top1.deviation
+        mean, deviation = result.last.mean, result.last.deviation
         axis.errorbar(mean, row, xerr=deviation, fmt="D", markersize=5, capsize=3, color=colour)
         if is_reference:
             axis.axvline(mean, color=colour, linestyle="--", linewidth=1, zorder=0)
     axis.set_yticks(range(len(results)), [result.variant for result in results], fontsize=8)
     axis.set_ylim(len(results) - 0.5, -0.5)
-    axis.set_xlabel(_LABEL)
+    axis.set_xlabel(f"{study.score.label} after the last epoch{study.score.unit}")
     axis.grid(axis="x", alpha=0.3)
 
 
@@ -63,17 +62,17 @@ def _cells(axis: Axes, study: Study, results: Sequence[VariantResult], options: 
     values = np.full((len(rows), len(columns)), np.nan)
     for result in results:
         cell = study.cells.get(result.variant)
-        if cell is not None and result.last_top1 is not None:
-            values[rows.index(str(cell[options[0]])), columns.index(str(cell[options[1]]))] = result.last_top1.mean
+        if cell is not None and result.last is not None:
+            values[rows.index(str(cell[options[0]])), columns.index(str(cell[options[1]]))] = result.last.mean
     # Light colours only, so that black numbers can be read on all of them.
     colours = colormaps["YlGnBu"].with_extremes(bad="white")
     low, high = (np.nanmin(values), np.nanmax(values)) if np.isfinite(values).any() else (0, 1)
     axis.imshow(values, cmap=colours, vmin=low, vmax=high + max(high - low, 0.01), aspect="auto")
     for result in results:
         cell = study.cells.get(result.variant)
-        if cell is not None and result.last_top1 is not None:
+        if cell is not None and result.last is not None:
             place = (columns.index(str(cell[options[1]])), rows.index(str(cell[options[0]])))
-            axis.text(*place, result.last_top1.text(), ha="center", va="center", fontsize=8)
+            axis.text(*place, result.last.text(study.score), ha="center", va="center", fontsize=8)
     names = [option.partition(".")[2] for option in options]
     axis.set_yticks(range(len(rows)), rows)
     axis.set_xticks(range(len(columns)), columns)
@@ -82,7 +81,7 @@ def _cells(axis: Axes, study: Study, results: Sequence[VariantResult], options: 
 
 
 def curves_figure(study: Study, results: Sequence[VariantResult]) -> Figure | None:
-    """Mean top-1 of each variant by epoch, with the range over the seeds; None for too many variants or no curve."""
+    """Mean score of each variant by epoch, with the range over the seeds; None for too many variants or no curve."""
     if len(study.variants) > _MOST_CURVES or not any(len(run.curve) > 1 for r in results for run in r.finished):
         return None
     columns = len(study.settings)
@@ -93,13 +92,13 @@ def curves_figure(study: Study, results: Sequence[VariantResult]) -> Figure | No
         for index, result in enumerate(r for r in results if r.setting == setting):
             if not result.finished:
                 continue
-            curves = np.array([run.curve for run in result.finished])
-            epochs = np.arange(1, curves.shape[1] + 1)
+            epochs = [epoch for epoch, _ in result.finished[0].curve]
+            curves = np.array([[value for _, value in run.curve] for run in result.finished])
             colour, line = COLOURS[index % len(COLOURS)], "-" if index < len(COLOURS) else "--"
             axis.plot(epochs, curves.mean(0), line, color=colour, label=result.variant)
             axis.fill_between(epochs, curves.min(0), curves.max(0), color=colour, alpha=0.15, linewidth=0)
         axis.set_xlabel("epoch")
-        axis.set_ylabel("top-1 (%)")
+        axis.set_ylabel(f"{study.score.label}{study.score.unit}")
         axis.set_title(setting, fontsize=10)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median_low, stdev
 from typing import Any, Literal
 
-from fibottention.studies.plan import PlannedRun, Study
+from fibottention.studies.plan import PlannedRun, Score, Study
 from fibottention.training.run import Run
 
 __all__ = ["RunResult", "Summary", "VariantResult", "collect", "table_rows", "to_markdown"]
@@ -36,10 +36,10 @@ class Summary:
             return None
         return cls(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
 
-    def text(self, signed: bool = False) -> str:
+    def text(self, score: Score, signed: bool = False) -> str:
         """``mean ± deviation``."""
-        mean = f"{self.mean:+.2f}" if signed else f"{self.mean:.2f}"
-        return mean if self.deviation is None else f"{mean} ± {self.deviation:.2f}"
+        mean = score.text(self.mean, signed)
+        return mean if self.deviation is None else f"{mean} ± {score.text(self.deviation)}"
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class RunResult:
     Attributes:
         run: The run as planned.
         state: Whether it has ended, and how.
-        top1: Top-1 of the best epoch, in percent.
-        last_top1: Top-1 of the last epoch, in percent.
-        curve: Top-1 after each epoch.
+        best: The study's metric at the best epoch.
+        last: The same at the last epoch that has it.
+        curve: Epochs that have it, and the metric after them.
         summary: The run's ``summary.json``.
     """
 
     run: PlannedRun
     state: State
-    top1: float = math.nan
-    last_top1: float = math.nan
-    curve: tuple[float, ...] = ()
+    best: float = math.nan
+    last: float = math.nan
+    curve: tuple[tuple[int, float], ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
 
 
@@ -71,16 +71,16 @@ class VariantResult:
         setting: Name of the setting.
         variant: Name of the variant.
         runs: One result per seed.
-        top1: Top-1 of the best epoch.
-        last_top1: Top-1 of the last epoch.
-        difference: Last-epoch top-1 minus that of the reference with the same seed.
+        best: The study's metric at the best epoch.
+        last: The same at the last epoch.
+        difference: The latter minus that of the reference with the same seed.
     """
 
     setting: str
     variant: str
     runs: tuple[RunResult, ...]
-    top1: Summary | None
-    last_top1: Summary | None
+    best: Summary | None
+    last: Summary | None
     difference: Summary | None
 
     @property
@@ -96,8 +96,8 @@ class VariantResult:
             **{
                 name: None if value is None else {"mean": value.mean, "sd": value.deviation, "count": value.count}
                 for name, value in (
-                    ("top1", self.top1),
-                    ("last_top1", self.last_top1),
+                    ("best", self.best),
+                    ("last", self.last),
                     ("difference", self.difference),
                 )
             },
@@ -106,7 +106,7 @@ class VariantResult:
                     "seed": run.run.seed,
                     "state": run.state,
                     "folder": run.run.path,
-                    **({"top1": run.top1, "last_top1": run.last_top1} if run.state == "finished" else {}),
+                    **({"best": run.best, "last": run.last} if run.state == "finished" else {}),
                 }
                 for run in self.runs
             ],
@@ -123,7 +123,9 @@ def collect(study: Study, folder: Path, diverged: dict[str, str]) -> list[Varian
     """
     results: dict[tuple[str, str], list[RunResult]] = {}
     for planned in study.runs:
-        results.setdefault((planned.setting, planned.variant), []).append(_read(planned, folder, diverged))
+        results.setdefault((planned.setting, planned.variant), []).append(
+            _read(planned, folder, diverged, study.score.name)
+        )
     summaries = []
     for (setting, variant), runs in results.items():
         finished = [run for run in runs if run.state == "finished"]
@@ -134,31 +136,44 @@ def collect(study: Study, folder: Path, diverged: dict[str, str]) -> list[Varian
                 setting,
                 variant,
                 tuple(runs),
-                Summary.of([run.top1 for run in finished]),
-                Summary.of([run.last_top1 for run in finished]),
-                None if variant == study.reference else Summary.of([a.last_top1 - b.last_top1 for a, b in pairs]),
+                Summary.of([run.best for run in finished]),
+                Summary.of([run.last for run in finished]),
+                None if variant == study.reference else Summary.of([a.last - b.last for a, b in pairs]),
             )
         )
     order = {name: i for i, name in enumerate(study.variants)}
     return sorted(summaries, key=lambda result: (study.settings.index(result.setting), order[result.variant]))
 
 
-def _read(planned: PlannedRun, folder: Path, diverged: dict[str, str]) -> RunResult:
+def _read(planned: PlannedRun, folder: Path, diverged: dict[str, str], metric: str) -> RunResult:
     run = Run(folder / planned.path)
     if planned.path in diverged:
         return RunResult(planned, "diverged")
     summary = run.read_json("summary.json")
     if summary is None:
         return RunResult(planned, "not finished")
-    curve = tuple(record["top1"] for record in run.metrics())
-    return RunResult(planned, "finished", summary["top1"], curve[-1], curve, summary)
+    # Rollouts are not of every epoch.
+    curve = tuple((record["epoch"], record[metric]) for record in run.metrics() if metric in record)
+    return RunResult(planned, "finished", summary[metric], curve[-1][1], curve, summary)
 
 
 def table_rows(study: Study, results: Sequence[VariantResult]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the study's table."""
     several = len(study.settings) > 1
-    header = [*(["setting"] if several else []), "variant", "seeds", "top-1, last epoch (%)"]
-    header += [f"minus {study.reference}", "best epoch (%)", "parameters", "pairs kept", "attention MACs", "ms a step"]
+    header = [
+        *(["setting"] if several else []),
+        "variant",
+        "seeds",
+        f"{study.score.label}, last epoch{study.score.unit}",
+    ]
+    header += [
+        f"minus {study.reference}",
+        f"best epoch{study.score.unit}",
+        "parameters",
+        "pairs kept",
+        "attention MACs",
+        "ms a step",
+    ]
     rows = []
     for result in results:
         finished = result.finished
@@ -167,9 +182,9 @@ def table_rows(study: Study, results: Sequence[VariantResult]) -> tuple[list[str
             if number := sum(run.state == state for run in result.runs):
                 counts += f" ({number} {state})"
         row = [*([result.setting] if several else []), result.variant, counts]
-        row.append(result.last_top1.text() if result.last_top1 else "")
-        row.append(result.difference.text(signed=True) if result.difference else "")
-        row.append(result.top1.text() if result.top1 else "")
+        row.append(result.last.text(study.score) if result.last else "")
+        row.append(result.difference.text(study.score, signed=True) if result.difference else "")
+        row.append(result.best.text(study.score) if result.best else "")
         row += _cost(finished[0].summary, finished) if finished else [""] * 4
         rows.append(row)
     return header, rows

@@ -4,9 +4,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rich.console import Console
@@ -16,8 +14,6 @@ from fibottention.errors import DivergedError, UserError
 from fibottention.studies.plan import PlannedRun, Study
 from fibottention.studies.plots import curves_figure, results_figure
 from fibottention.studies.results import VariantResult, collect, table_rows, to_markdown
-from fibottention.tasks.config import TaskConfig
-from fibottention.tasks.kinds import task_kind
 from fibottention.tasks.runs import check_run, load_config, train_run
 from fibottention.training.run import Run, write_atomically, write_figure
 
@@ -96,7 +92,7 @@ def _is_finished(planned: PlannedRun, folder: Path) -> bool:
     run = Run(folder / planned.path)
     if not run.config_path.exists():
         return planned.path in _diverged([planned], folder)
-    saved, wanted = _essence(load_config(run)), _essence(planned.config)
+    saved, wanted = load_config(run).essence(), planned.config.essence()
     if saved != wanted:
         differing = [
             f"{group}.{option}"
@@ -122,22 +118,13 @@ def _launch(planned: PlannedRun) -> dict[str, str]:
     return {"processes": os.environ.get("WORLD_SIZE", "1"), "mixed precision": precision}
 
 
-def _essence(config: TaskConfig) -> dict[str, Any]:
-    """The options that can change a result."""
-    return replace(
-        config,
-        data=replace(config.data, root=None, workers=0),
-        train=replace(config.train, output=None, device="auto"),
-    ).to_dict()
-
-
 def _diverged(runs: Sequence[PlannedRun], folder: Path) -> dict[str, str]:
     """What was said about the runs that diverged with the options that they have now, by their folder."""
     noted = Run(folder).read_json(_DIVERGED) or {}
     return {
         run.path: noted[run.path]["error"]
         for run in runs
-        if run.path in noted and noted[run.path]["options"] == {**_essence(run.config), **_launch(run)}
+        if run.path in noted and noted[run.path]["options"] == {**run.config.essence(), **_launch(run)}
     }
 
 
@@ -147,19 +134,14 @@ def _check_start(pending: Sequence[PlannedRun]) -> None:
     for planned in pending:
         if (planned.setting, planned.variant) not in seen:
             seen.add((planned.setting, planned.variant))
-            if "top1" not in task_kind(planned.config.task).metrics:
-                raise UserError(
-                    f"a study compares runs by top-1, which runs of the {planned.config.task} task have not"
-                )
             try:
                 check_run(planned.config)
             except UserError as error:
                 where = f"variant {planned.variant!r}" + (f" in {planned.setting!r}" if planned.setting else "")
-                hint = (
-                    f"; give it as --root {planned.config.data.name}=DIR"
-                    if "data.root must be given" in str(error)
-                    else ""
-                )
+                name, place = planned.config.source
+                data = getattr(planned.config.data, name)
+                is_missing = f"data.{place} must be given" in str(error) and data is not None
+                hint = f"; give it as --root {data}=DIR" if is_missing else ""
                 raise UserError(f"{where}: {error}{hint}") from error
 
 
@@ -175,7 +157,7 @@ def _run(planned: PlannedRun, folder: Path, command: str, console: Console, main
         console.print(f"this run is left out: {error}", soft_wrap=True)
         if main_process:
             noted = Run(folder).read_json(_DIVERGED) or {}
-            noted[planned.path] = {"error": str(error), "options": {**_essence(planned.config), **_launch(planned)}}
+            noted[planned.path] = {"error": str(error), "options": {**planned.config.essence(), **_launch(planned)}}
             Run(folder).write_json(_DIVERGED, noted)
     except UserError as error:
         raise UserError(f"variant {planned.variant!r}: {error}") from error
@@ -195,6 +177,7 @@ def _write(study: Study, folder: Path, command: str) -> list[VariantResult]:
         "title": study.title,
         "command": command,
         "reference": study.reference,
+        "metric": study.score.name,
         "seeds": list(study.seeds),
         "results": [result.to_dict() for result in results],
         "diverged": diverged,

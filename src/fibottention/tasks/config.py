@@ -1,6 +1,7 @@
 """What the options of every task have in common."""
 
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 from fibottention.errors import UserError
@@ -41,6 +42,7 @@ class TaskConfig:
     Attributes:
         task: Name of the task.
         ranges: Option, smallest and largest value; None is no bound. A value of null is always allowed.
+        source: Options of ``data`` that name the data and say where they are.
         data: Where the data come from.
         model: The model.
         attention: Name and fields of the attention spec; ``{"name": "none"}`` leaves the model as it is.
@@ -50,6 +52,7 @@ class TaskConfig:
 
     task: ClassVar[str]
     ranges: ClassVar[tuple[Range, ...]] = ()
+    source: ClassVar[tuple[str, str]] = ("name", "root")
 
     data: Any = None
     model: Any = None
@@ -70,6 +73,16 @@ class TaskConfig:
     def to_dict(self) -> dict[str, Any]:
         """The options, and the name of the task, as plain data for YAML."""
         return {"task": self.task, **_plain(asdict(self))}
+
+    def essence(self) -> dict[str, Any]:
+        """The options that can change a result: not where the data are, nor the device."""
+        options = self.to_dict()
+        name, place = self.source
+        kept = options["data"][name]
+        options["data"] |= {place: None, "workers": 0}
+        options["data"][name] = Path(kept).name if name == place and kept is not None else kept
+        options["train"] |= {"output": None, "device": "auto"}
+        return options
 
     def settle(self, chosen: set[str]) -> None:
         """Adapt the specs that were not chosen to the rest of the options.

@@ -31,6 +31,7 @@ class TaskKind:
         open_input: For recognition, a reader of files for prediction, of a configuration: from a path to one sample as
             in evaluation; it raises UserError, saying what is wrong, for a file that cannot be read.
         shares: Metrics that go from 0 to 1; the others are in percent.
+        score: Name of the metric that chooses the best epoch, of a configuration; the first one if None.
     """
 
     task: type[Any]
@@ -38,6 +39,11 @@ class TaskKind:
     sample: str
     open_input: Callable[[Any], Callable[[Path], Tensor]] | None = None
     shares: tuple[str, ...] = ()
+    score: Callable[[Any], str] | None = None
+
+    def score_of(self, config: TaskConfig) -> str:
+        """Name of the metric that chooses the best epoch."""
+        return next(iter(self.metrics)) if self.score is None else self.score(config)
 
     def show(self, name: str, value: float) -> str:
         """A metric's value for people."""

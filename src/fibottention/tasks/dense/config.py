@@ -134,6 +134,7 @@ class DenseConfig(TaskConfig):
     """
 
     task: ClassVar[str] = "dense"
+    source: ClassVar[tuple[str, str]] = ("format", "root")
     ranges: ClassVar[tuple[Range, ...]] = (
         ("data.test_size", 1, None),
         ("data.max_size", 1, None),

@@ -18,10 +18,10 @@ from fibottention.tasks.dense.model import DenseModel, build_model
 from fibottention.training.engine import Evaluation
 from fibottention.training.run import Run, write_atomically
 
-__all__ = ["DenseTask"]
+__all__ = ["SCORES", "DenseTask"]
 
 _SAMPLES = 6
-_SCORES = {"instance": "mask_ap", "semantic": "miou", "panoptic": "pq"}
+SCORES = {"instance": "mask_ap", "semantic": "miou", "panoptic": "pq"}
 
 
 class DenseTask(RunTask):
@@ -107,7 +107,7 @@ class DenseTask(RunTask):
 
     def score(self, metrics: dict[str, float]) -> float:
         """See `Task`."""
-        return metrics[_SCORES[self.config.data.target]]
+        return metrics[SCORES[self.config.data.target]]
 
     def evaluate(self, model: Any, batches: Iterator[Batch], accelerator: Accelerator) -> Evaluation:
         """Predict at the size of the files, and compare by the metric of the target."""

@@ -152,6 +152,7 @@ class RobotConfig(TaskConfig):
     """
 
     task: ClassVar[str] = "robot"
+    source: ClassVar[tuple[str, str]] = ("path", "path")
     ranges: ClassVar[tuple[Range, ...]] = (
         ("data.horizon", 2, None),
         ("data.observation_steps", 1, None),
@@ -180,6 +181,12 @@ class RobotConfig(TaskConfig):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=_optim)
     train: TrainConfig = field(default_factory=lambda: TrainConfig(epochs=3000, batch_size=64))
+
+    def essence(self) -> dict[str, Any]:
+        """See `TaskConfig`; nor where demonstrations are unpacked."""
+        options = super().essence()
+        options["data"]["cache"] = None
+        return options
 
     def check(self) -> None:
         """See `TaskConfig`."""

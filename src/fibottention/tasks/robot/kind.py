@@ -10,4 +10,5 @@ KIND = TaskKind(
     metrics={"test_mean_score": "mean score", "success": "success rate"},
     sample="episodes",
     shares=("test_mean_score",),
+    score=lambda config: "val_loss" if config.rollout.environment is None else "test_mean_score",
 )
