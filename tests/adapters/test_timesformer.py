@@ -141,6 +141,17 @@ def test_a_saved_model_is_transformers_own_again(tmp_path):
     torch.testing.assert_close(loaded(clips()).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_transform_that_is_not_called_is_noticed_in_the_first_forward_pass():
+    model = make()
+    timesformer.sparsify(model, SATA())
+    copied = copy.deepcopy(model)
+    model(clips())
+    attention = copied.timesformer.encoder.layer[1].attention.attention
+    attention.forward = lambda hidden_states, *_, **__: (hidden_states,)
+    with pytest.raises(RuntimeError, match=r"1 attention layers were not used .* such as timesformer.encoder.layer.1"):
+        copied(clips())
+
+
 def test_inside_another_module_and_without_a_head():
     model = make()
     wrapper = nn.ModuleDict({"video": model.timesformer})

@@ -147,7 +147,15 @@ import natten
 from natten.functional import na2d_av, na2d_qk, natten1dav, natten1dqkrpb, natten2dav, natten2dqkrpb
 from natten.functional import na2d_qk_with_bias, natten2dqk, natten3dqkrpb
 from natten import NeighborhoodAttention1D, NeighborhoodAttention2D, use_fused_na, use_autotuner
+from natten.natten2d import na2d_qk_with_bias as again, natten2dqkrpb as old, NeighborhoodAttention2D as layer_2d
+from natten.natten1d import natten1dav as of_one_axis
+from natten.functional import NATTEN2DQKRPBFunction, NATTEN2DAVFunction, NATTEN1DAVFunction
+assert again is na2d_qk_with_bias and old is natten2dqkrpb and of_one_axis is natten1dav
+assert layer_2d is NeighborhoodAttention2D and not hasattr(natten.natten1d, "natten2dav")
 import torch
+q = torch.randn(1, 2, 9, 9, 4)
+weights = NATTEN2DQKRPBFunction.apply(q, q, torch.zeros(2, 13, 13), 7, 1).softmax(-1)
+assert NATTEN2DAVFunction.apply(weights, q, 7, 1).shape == q.shape
 use_fused_na(True)
 use_autotuner(True)
 assert natten.has_fused_na() and not natten.has_natten()

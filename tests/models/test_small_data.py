@@ -32,6 +32,7 @@ def test_sizes_as_published():
     assert {stage.blocks[0].window_size for stage in swin.layers} == {(4, 4)}
     cait = timm.create_model("cait_small_data_32")
     assert (len(cait.blocks), len(cait.blocks_token_only), cait.blocks[0].attn.num_heads) == (24, 2, 4)
+    assert {block.mlp.fc1.out_features for block in (*cait.blocks, *cait.blocks_token_only)} == {2 * 192}
 
 
 @pytest.mark.parametrize("shifted", [False, True])

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from fibottention import Twist, explain_backend, patterns, sparse_attention
 from fibottention.ops import triton
@@ -25,6 +26,16 @@ from tests.ops.test_sparse_attention import (
 def test_values_and_gradients(name, fill):
     for with_bias in (False, True):
         compare(PATTERNS[name], "triton", fill, with_bias=with_bias)
+
+
+def test_flops_are_those_of_the_kept_pairs():
+    pattern = PATTERNS["wythoff_cls"]
+    q, k, v, grad = inputs(pattern, batch=2, dim=8)
+    with FlopCounterMode(display=False) as counter:
+        out = sparse_attention(q, k, v, pattern, backend="triton")
+        assert counter.get_total_flops() == 2 * 2 * pattern.macs(8)
+        (out * grad).sum().backward()
+        assert counter.get_total_flops() == (2 + 5) * 2 * pattern.macs(8)
 
 
 def test_full_and_shared_rows():

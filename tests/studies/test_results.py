@@ -16,6 +16,8 @@ from fibottention.studies.plots import curves_figure, results_figure
 from fibottention.studies.results import Summary, collect, table_rows, to_markdown
 from fibottention.studies.runner import run_study
 from fibottention.training.run import Run
+from tests.scenes import write_coco_panoptic
+from tests.tasks.dense.test_checkpoints import theirs
 from tests.tiny import TINY_WORDS
 
 TINY = TINY_WORDS[1:]
@@ -110,6 +112,30 @@ def test_each_task_is_compared_by_its_own_metric(tmp_path):
     path.write_text(yaml.safe_dump({"settings": settings, "grid": {"optim.lr": [0.1, 0.2]}}))
     with pytest.raises(UserError, match="measured by mean score and mean IoU, which cannot be compared"):
         load_study(str(path))
+
+
+def test_a_study_of_published_models_is_taken_up_again(tmp_path):
+    """Their runs take over what the folder of the weights says, which the study's options do not hold."""
+    root = write_coco_panoptic(tmp_path / "data", 2, 2, 64)
+    theirs("mask2former", ["ground", "disc", "square", "sky", "triangle"]).save_pretrained(tmp_path / "published")
+    content = {
+        "task": "dense",
+        "data": {"format": "coco_panoptic", "target": "panoptic", "test_size": None, "workers": 0},
+        "model": {"head": "mask2former", "checkpoint": str(tmp_path / "published")},
+        "train": {"epochs": 0, "device": "cpu"},
+        "variants": {"whole": {}, "near": {"model": {"options": {"dilations": [[1], [1], [1, 1], [1]]}}}},
+    }
+    path = tmp_path / "dilations.yaml"
+    path.write_text(yaml.safe_dump(content))
+    console = make_console()
+    for _ in range(2):
+        study = load_study(str(path), roots={"coco_panoptic": str(root)})
+        results = run_study(study, tmp_path / "out", command="the command", console=console)
+    assert [run.state for result in results for run in result.runs] == ["finished"] * 2
+    assert results[0].runs[0].curve[0][0] == 0
+    saved = Run(tmp_path / "out/near/seed-0").read_yaml()
+    assert saved["model"]["options"]["embed_dim"] == 16
+    assert "embed_dim" not in saved["given"]["model"]["options"]
 
 
 def run_tiny(folder, seeds, **changes):

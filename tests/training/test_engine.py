@@ -315,17 +315,22 @@ def test_without_epochs_a_new_classifier_is_refused(tmp_path, monkeypatch):
     torch.save(other.state_dict(), tmp_path / "other.pth")
     config = tiny_config(epochs=0)
     config.model.checkpoint = str(tmp_path / "other.pth")
-    with pytest.raises(UserError, match=r"do not fit VisionTransformer: 2 of another shape \(head"):
+    with pytest.raises(UserError, match=r"other.pth are for 7 classes, the model is for 10"):
         train_run(config, tmp_path / "run", command="")
     create = task_module.create_timm_model  # pretrained weights would have to be downloaded
     monkeypatch.setattr(task_module, "create_timm_model", lambda name, pretrained, *rest: create(name, False, *rest))
+    config.augment.mixup, config.train.batch_size = 0.8, 201  # which training would refuse
     config.model.checkpoint, config.model.pretrained = None, True
     with pytest.raises(
         UserError, match=r"weights of vit_tiny_patch16_224 are for 1000 classes, the data have 10: with"
     ):
         train_run(config, tmp_path / "run", command="")
     assert not (tmp_path / "run").exists()
-    config.train.epochs = 1
+    torch.save(build_model(tiny_config(), 10)[0].state_dict(), tmp_path / "same.pth")
+    config.model.checkpoint = str(tmp_path / "same.pth")
+    train_run(config, tmp_path / "same", command="")
+    config.model.checkpoint, config.train.epochs = None, 1
+    config.augment.mixup, config.train.batch_size = 0.0, 40
     train_run(config, tmp_path / "run", command="")
 
 

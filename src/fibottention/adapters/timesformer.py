@@ -5,6 +5,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.models.timesformer.modeling_timesformer import TimesformerModel, TimesformerSelfAttention
 
+from fibottention.adapters.first_forward import FirstForward
 from fibottention.adapters.report import LayerReport, SparsifyReport, check_layer
 from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.layers.sparse_attention import split_qkv
@@ -101,6 +102,14 @@ def sparsify(
     for attention, sparse in changes:
         attention.__class__ = SparseTimesformerSelfAttention
         attention.sparse = sparse  # pyright: ignore[reportAttributeAccessIssue]
+    for path, part in parts:
+        FirstForward.forget(part)
+        own = {f"{path}.{name}".lstrip("."): module for name, module in part.named_modules()}
+        transformed: dict[str, nn.Module] = {
+            n: m for n, m in own.items() if isinstance(m, PatternAttention) and m.transform is not None
+        }
+        if transformed:
+            FirstForward.watch(part, transformed)
     return SparsifyReport(type(model).__name__, cast(AttentionSpec, spec or temporal), tuple(reports), tuple(left))
 
 

@@ -116,6 +116,7 @@ def _short_names(paths: list[Path]) -> list[str]:
 def _page(folder: Path, name: str, colour: str) -> _RunPage:
     model, config, best, run = load_model(folder)
     saved = run.read_yaml()
+    saved.pop("given", None)
     page = _RunPage(
         name=name,
         colour=colour,
@@ -244,7 +245,7 @@ def _curves(pages: list[_RunPage]) -> Figure:
             label = kind.metrics[first]
             panels.append((first, label if first in kind.shares else f"{label} (%)"))
     figure = Figure(figsize=(11, 3.3 + 0.2 * ((len(pages) + 3) // 4)), layout="constrained")
-    for axis, (key, label) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+    for axis, (key, label) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for page in pages:
             if key == "train_loss":
                 curves = [(r["epoch"], r["loss_curve"]) for r in page.records if r["epoch"]]

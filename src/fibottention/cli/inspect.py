@@ -33,7 +33,8 @@ def run(words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("spec", metavar="SPEC", help="name of a spec, such as fibottention, or of a NAT or DiNAT")
-    parser.add_argument("--tokens", type=int, default=196, help="patch tokens (default 196)")
+    parser.add_argument("--tokens", type=int, help="patch tokens (default: as many as the grid has, or 196)")
+    parser.add_argument("--grid", help="rows and columns of the patch tokens, as 6x10, if they form no square")
     parser.add_argument("--heads", type=int, default=12, help="heads (default 12)")
     parser.add_argument("--prefix", type=int, default=1, help="prefix tokens, such as CLS (default 1)")
     parser.add_argument("--head-dim", type=int, default=64, help="size of one head, for the MACs (default 64)")
@@ -43,6 +44,7 @@ def run(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     own = {
         "--tokens",
+        "--grid",
         "--heads",
         "--prefix",
         "--head-dim",
@@ -61,6 +63,11 @@ def run(words: list[str]) -> int:
     known = [*spec_names(), *neighborhood_model_names()]
     if (close := difflib.get_close_matches(arguments.spec, known, n=1)) and is_neighborhood_model(close[0]):
         raise UserError(f"no spec or model is named {arguments.spec!r}; did you mean {close[0]!r}?")
+    grid = None if arguments.grid is None else _grid(arguments.grid)
+    tokens = 196 if grid is None else grid[0] * grid[1]
+    if grid is not None and arguments.tokens not in (None, tokens):
+        raise UserError(f"--grid {arguments.grid} has {tokens} tokens, but --tokens is {arguments.tokens}")
+    arguments.tokens = tokens if arguments.tokens is None else arguments.tokens
     try:
         spec = make_spec(arguments.spec, **options)
         if arguments.match_macs is not None:
@@ -71,12 +78,15 @@ def run(words: list[str]) -> int:
                 arguments.tokens,
                 arguments.head_dim,
                 prefix_tokens=arguments.prefix,
+                grid_size=grid,
             )
         if not spec.has_pattern:
             return _print_cost(spec, arguments)
-        pattern = spec.pattern(arguments.heads, arguments.tokens, prefix_tokens=arguments.prefix, layer=arguments.layer)
+        pattern = spec.pattern(
+            arguments.heads, arguments.tokens, prefix_tokens=arguments.prefix, layer=arguments.layer, grid_size=grid
+        )
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(str(error).replace("grid_size must be given", "--grid (such as 6x10) must be given")) from error
     picture = arguments.output or Path(f"{spec.name}.png")
     check_output(picture)
     if picture.suffix.lower() != ".png":
@@ -89,6 +99,14 @@ def run(words: list[str]) -> int:
     else:
         _print(pattern, title, arguments.head_dim, picture)
     return 0
+
+
+def _grid(text: str) -> tuple[int, int]:
+    """The rows and columns of ``6x10``."""
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise UserError(f"--grid must be rows and columns, as 6x10, got {text}")
+    return int(parts[0]), int(parts[1])
 
 
 def _print_cost(spec: AttentionSpec, arguments: argparse.Namespace) -> int:

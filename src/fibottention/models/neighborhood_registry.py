@@ -128,7 +128,8 @@ def matching_model_name(kind: str, sizes: Mapping[str, Any]) -> str | None:
 
     def of(arguments: Mapping[str, Any]) -> list[Any]:
         values = [arguments.get(key, usual.get(key)) for key in compared]
-        return [list(value) if isinstance(value, list | tuple) else value for value in values]
+        values = [list(value) if isinstance(value, list | tuple) else value for value in values]
+        return [*values, bool(arguments.get("layer_scale"))]
 
     usual = {"mlp_ratio": 3.0, "kernel_size": 7}
     return next(

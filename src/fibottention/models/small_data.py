@@ -27,7 +27,14 @@ _SWIN: dict[str, Any] = {
     "window_size": 4,
     "mlp_ratio": 2.0,
 }
-_CAIT: dict[str, Any] = {"embed_dim": 192, "depth": 24, "depth_token_only": 2, "num_heads": 4, "mlp_ratio": 2.0}
+_CAIT: dict[str, Any] = {
+    "embed_dim": 192,
+    "depth": 24,
+    "depth_token_only": 2,
+    "num_heads": 4,
+    "mlp_ratio": 2.0,
+    "mlp_ratio_token_only": 2.0,
+}
 
 # Class, arguments, and side of a patch in images of 32 pixels; twice as much in images of 64.
 _FAMILIES: dict[str, tuple[type[nn.Module], dict[str, Any], int]] = {

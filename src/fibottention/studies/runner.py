@@ -92,7 +92,7 @@ def _is_finished(planned: PlannedRun, folder: Path) -> bool:
     run = Run(folder / planned.path)
     if not run.config_path.exists():
         return planned.path in _diverged([planned], folder)
-    saved, wanted = load_config(run).essence(), planned.config.essence()
+    saved, wanted = run.read_yaml().get("given") or load_config(run).essence(), planned.config.essence()
     if saved != wanted:
         differing = [
             f"{group}.{option}"

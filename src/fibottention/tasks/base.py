@@ -22,6 +22,11 @@ class RunTask(ABC):
     model: nn.Module
     sparsify_report: SparsifyReport | None = None
 
+    @staticmethod
+    def begin(config: Any) -> None:
+        """Let the options of a new run take over what the weights that it starts from ask for."""
+        return
+
     @classmethod
     @abstractmethod
     def restore_model(cls, config: Any, saved: dict[str, Any]) -> nn.Module:

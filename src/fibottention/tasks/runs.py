@@ -1,5 +1,6 @@
 """Whole runs of any task: train one, open one."""
 
+import copy
 import platform
 import sys
 from dataclasses import asdict
@@ -48,6 +49,10 @@ def train_run(
     Raises:
         UserError: If an option is not valid or the training data cannot be used.
     """
+    config = copy.deepcopy(config)  # which takes over what its weights say
+    given = config.essence()
+    if command is not None:
+        task_kind(config.task).task.begin(config)
     if command is None and Run.open(folder).checkpoint() is not None:
         _forget_sources(config)
     out = console or Console(quiet=True)
@@ -57,6 +62,8 @@ def train_run(
     if command is not None and accelerator.is_main_process:
         saved = {**config.to_dict(), "command": command}
         saved["train"]["output"] = str(run.folder)
+        if given != config.essence():
+            saved["given"] = given
         run.create(saved)
         run.write_json("environment.json", environment(accelerator))
         task.save_samples(run)
@@ -115,6 +122,8 @@ def check_run(config: TaskConfig) -> None:
     Raises:
         UserError: If an option is not valid or the training data cannot be used.
     """
+    config = copy.deepcopy(config)
+    task_kind(config.task).task.begin(config)
     _prepare(config, "nowhere", False, Console(quiet=True))
 
 
@@ -140,7 +149,7 @@ def load_config(run: Run) -> TaskConfig:
     saved = run.read_yaml()
     if saved.get("task") not in task_names():
         raise UserError(f"{run.config_path} is not the configuration of a run: its task is {saved.get('task')!r}")
-    return make_config({key: value for key, value in saved.items() if key != "command"})
+    return make_config({key: value for key, value in saved.items() if key not in ("command", "given")})
 
 
 def find_run(path: str | Path) -> Run:

@@ -43,12 +43,19 @@ def load_into(model: nn.Module, weights: dict[str, Tensor], source: object, *, n
     heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
 
     def is_classifier(name: str) -> bool:
-        return new_classifier and any(name.startswith(f"{head}.") for head in heads)
+        return any(name.startswith(f"{head}.") for head in heads)
 
-    kept = {k: v for k, v in weights.items() if not (is_classifier(k) and k in own and own[k].shape != v.shape)}
-    missing = [k for k in own if k not in kept and not is_classifier(k)]
+    kept = {
+        k: v
+        for k, v in weights.items()
+        if not (new_classifier and is_classifier(k) and k in own and own[k].shape != v.shape)
+    }
+    missing = [k for k in own if k not in kept and not (new_classifier and is_classifier(k))]
     unexpected = [k for k in kept if k not in own]
     shapes = [k for k in kept if k in own and own[k].shape != kept[k].shape]
+    if shapes and not missing and not unexpected and all(map(is_classifier, shapes)):
+        counts = [len(tensors[shapes[0]]) for tensors in (kept, own)]
+        raise UserError(f"the weights in {source} are for {counts[0]} classes, the model is for {counts[1]}")
     problems = []
     for label, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes)):
         if names:

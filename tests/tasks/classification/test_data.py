@@ -3,6 +3,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fibottention.errors import UserError
 from fibottention.tasks.classification.config import (
@@ -204,3 +205,13 @@ def test_streamed_shards(tmp_path):
     stream.model.options = {}
     with pytest.raises(UserError, match="model.options.num_classes must be given"):
         ClassificationData(stream)
+
+
+def test_training_images_are_resized_as_told():
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (9, 9, 3), dtype=np.uint8))
+    data, augment = DataConfig(image_size=18, interpolation="nearest"), AugmentConfig(crop="none", flip=0.0)
+    pixels = train_transform(data, augment, 3)(image)
+    assert torch.equal(pixels[:, ::2, ::2], pixels[:, 1::2, 1::2])  # each pixel twice in each direction
+    data.interpolation = "random"
+    with pytest.raises(UserError, match="data.interpolation=random is for augment.crop=resized, got augment.crop=none"):
+        train_transform(data, augment, 3)

@@ -2,15 +2,18 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
+from timm.layers import DropPath
 
 from fibottention import Dense, Fibottention
 from fibottention.errors import UserError
 from fibottention.layers import PatternAttention
-from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, ModelConfig
+from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, DataConfig, ModelConfig
+from fibottention.tasks.classification.data import normalization
 from fibottention.tasks.classification.task import ClassificationTask, build_model
 from fibottention.tasks.config import attention_spec
 from fibottention.tasks.options import load_recipe, make_config
 from fibottention.tasks.weights import load_into
+from fibottention.training.run import Run
 from tests.pictures import photo_folder
 from tests.tiny import tiny_config
 
@@ -192,7 +195,7 @@ def test_recipes_of_neighborhood_attention_have_the_published_settings():
             assert train.epochs - optim.cooldown_epochs == 300
             assert (train.batch_size * 8, config.data.image_size, optim.clip_grad) == (1024, 224, 5.0)
             assert (config.augment.mixup, config.augment.cutmix, config.augment.random_erasing) == (0.8, 1.0, 0.25)
-            assert config.model.drop_path == 0.0, "the model's own"
+            assert config.model.drop_path is None, "the model's own"
 
 
 def test_recipes_of_pre_training_and_fine_tuning():
@@ -328,12 +331,28 @@ def test_attention_of_a_given_cost_that_cannot_be():
             build_model(config, 10)
 
 
-def test_pretrained_weights_bring_their_normalization():
-    words = ["--model.name", "vit_small_patch16_224", "--model.pretrained", "true"]
-    found = make_config({}, words).data  # timm: trained with 0.5, not with ImageNet's statistics
-    assert (found.mean, found.std) == ([0.5] * 3, [0.5] * 3)
-    told = make_config({}, [*words, "--data.mean", "[0.4, 0.4, 0.4]"]).data
-    assert (told.mean, told.std) == ([0.4] * 3, [0.5] * 3)
-    assert make_config({}, words[:2]).data.mean is None
-    assert make_config({}, [*words, "--model.in_chans", "1"]).data.mean is None
-    assert make_config({}, ["--model.name", "no_such_model", "--model.pretrained", "true"]).data.mean is None
+def test_weights_bring_their_normalization(tmp_path):
+    def begun(*words):
+        config = make_config({}, ["--model.name", "vit_small_patch16_224", *words])
+        ClassificationTask.begin(config)
+        return config.data.mean, config.data.std
+
+    pretrained = ["--model.pretrained", "true"]
+    half = [0.5] * 3  # timm: not ImageNet's statistics
+    assert begun(*pretrained) == (half, half)
+    assert begun(*pretrained, "--data.mean", "[0.4, 0.4, 0.4]") == ([0.4] * 3, half)
+    assert begun() == begun(*pretrained, "--model.in_chans", "1") == (None, None)
+    with pytest.raises(UserError, match="vit_small_patch16_224.nosuch cannot be made: Invalid pretrained tag"):
+        begun("--model.name", "vit_small_patch16_224.nosuch", *pretrained)
+    Run(tmp_path).write_yaml(make_config({}, ["--data.name", "cifar10"]).to_dict())
+    mean, std = begun("--model.checkpoint", str(tmp_path / "checkpoints" / "epoch_0001" / "model.safetensors"))
+    assert (mean, std) == normalization(DataConfig(name="cifar10"), 3)
+    assert make_config({}, pretrained).data.mean is None, "a run that is opened again stays as it was"
+
+
+def test_no_stochastic_depth_is_none():
+    words = ["--model.name", "dinat_mini", "--model.options.depths=[1,1,1,2]"]
+    for given, rate in (([], 0.2), (["--model.drop_path", "0"], 0.0), (["--model.drop_path", "0.3"], 0.3)):
+        model, _ = build_model(make_config({}, [*words, *given]), 10)
+        found = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
+        assert max(found, default=0.0) == pytest.approx(rate)

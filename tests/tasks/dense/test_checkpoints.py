@@ -17,6 +17,7 @@ from transformers import (
 
 from fibottention.adapters.transformers import register
 from fibottention.errors import UserError
+from fibottention.models.transformers_neighborhood import NatConfig
 from fibottention.tasks.dense.checkpoints import load_checkpoint
 from fibottention.tasks.dense.config import DenseConfig, DenseDataConfig, DenseModelConfig
 from fibottention.tasks.dense.model import build_model
@@ -163,6 +164,24 @@ def test_a_folder_says_what_its_model_is(head, tmp_path):
     assert smaller.model.options["dilations"] == [[1], [1], [1, 1], [1]]
 
 
+def test_classes_of_upernet_are_found_by_name(tmp_path):
+    reference = theirs("upernet", ["sky", "ground", "square", "water", "disc"])
+    reference.save_pretrained(tmp_path / "published")
+    config = config_of(tmp_path / "published", "upernet", "semantic", epochs=0)
+    model = build_model(config, CLASSES, THINGS)[0].eval()
+    pixels = model._prepared([image(64, 96)])
+    with torch.no_grad():
+        expected = reference(pixels).logits.softmax(1)[0, [4, 2, 1]]
+        found = model.head.predict(model.backbone(pixels), pixels, (64, 96), (64, 96))[0]["scores"]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    seen = []
+    model.head._run = lambda features, pixels, labels: seen.append(labels) or reference(pixels, labels=labels)
+    marked = scene("upernet", 64, 96)
+    model.train()([image(64, 96)] * 2, [marked] * 2)
+    table = torch.tensor([4, 2, 1] + [255] * 253)
+    assert torch.equal(seen[0][0], table[marked["map"]])
+
+
 @pytest.mark.parametrize("target", ["instance", "semantic", "panoptic"])
 @pytest.mark.parametrize("head", ["mask2former", "oneformer"])
 def test_classes_that_are_among_more_are_found_by_name(head, target, tmp_path):
@@ -211,6 +230,71 @@ def test_as_many_classes_of_other_names_are_taken_in_their_order(tmp_path):
     assert torch.equal(own, reference.state_dict()["model.transformer_module.decoder.class_embed.weight"])
 
 
+def test_the_same_classes_in_another_order_are_found_and_a_part_of_them_is_refused(tmp_path):
+    theirs("mask2former", ["ground", "disc", "square"]).save_pretrained(tmp_path / "order")
+    config = config_of(tmp_path / "order", "mask2former", "panoptic", epochs=0)
+    build_model(config, CLASSES, THINGS)
+    assert config.model.head_classes == ["ground", "disc", "square"]
+    theirs("mask2former", ["ground", "disc", "thing"]).save_pretrained(tmp_path / "part")
+    with pytest.raises(UserError, match="has the class disc at another place than the data and lacks square; say"):
+        build_model(config_of(tmp_path / "part", "mask2former", "panoptic", epochs=0), CLASSES, THINGS)
+    told = config_of(tmp_path / "part", "mask2former", "panoptic", 0, head_classes=["ground", "disc", "square"])
+    build_model(told, CLASSES, THINGS)
+    more = config_of(tmp_path / "part", "mask2former", "panoptic", 1)
+    model, _ = build_model(more, [*CLASSES, "boat"], [*THINGS, True])
+    assert model.has_new_classes
+    assert more.model.head_classes is None
+    alike = config_of(tmp_path / "part", "mask2former", "panoptic", 1)
+    build_model(alike, ["a b", "a_b", "c"], THINGS)
+    assert alike.model.head_classes is None
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("nat", 0.0), ("dinat", 0.1)])
+def test_nat_layer_scales_and_weights_in_parts(kind, scale, tmp_path):
+    options = BACKBONES["dinat"][1]
+    sizes = {name: options[name] for name in ("embed_dim", "depths", "num_heads", "kernel_size")}
+    if kind == "dinat":
+        sizes["dilations"] = options["dilations"]
+    stages = ["stage1", "stage2", "stage3", "stage4"]
+    backbone = {"nat": NatConfig, "dinat": DinatConfig}[kind](
+        **sizes, layer_scale_init_value=scale, out_features=stages
+    )
+    reference = Mask2FormerForUniversalSegmentation(
+        Mask2FormerConfig(backbone_config=backbone, num_labels=3, **MASK2FORMER)
+    ).eval()
+    reference.save_pretrained(tmp_path / "published", max_shard_size="100KB")
+    assert (tmp_path / "published/model.safetensors.index.json").is_file()
+    content = json.loads((tmp_path / "published/config.json").read_text())
+    content["use_auxiliary_loss"] = content["backbone_config"]["mlp_ratio"] = None  # as left out
+    (tmp_path / "published/config.json").write_text(json.dumps(content))
+    config = config_of(tmp_path / "published", "mask2former", "panoptic", epochs=0)
+    model = build_model(config, CLASSES, THINGS)[0].eval()
+    assert config.model.name == f"{kind}_tiny"
+    pixels = model._prepared([image(64, 96)])
+    with torch.no_grad():
+        expected, found = reference(pixels), model.head._run(model.backbone(pixels), pixels)
+    torch.testing.assert_close(found.masks_queries_logits, expected.masks_queries_logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"id2label": {"first": "disc"}}, "id2label must be names by number"),
+        ({"id2label": {"0": None}}, "id2label must be names by number"),
+        ({"backbone_config": {"model_type": "nat", "depths": 3}}, "depths, num_heads and dilations must be lists"),
+        ({"backbone_config": {"model_type": "dinat", "hidden_act": "relu"}}, "has hidden_act=relu; .* here has gelu"),
+        ({"backbone_config": {"model_type": "dinat", "layer_norm_eps": 1e-3}}, "has layer_norm_eps=0.001"),
+        ({"task_seq_len": 5}, "task_seq_len must be at least 7, got 5"),
+    ],
+)
+def test_damaged_configurations_are_named(change, sentence, tmp_path):
+    theirs("oneformer").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, **change}))
+    with pytest.raises(UserError, match=sentence):
+        build_model(config_of(tmp_path, "oneformer", "panoptic"), CLASSES, THINGS)
+
+
 def test_folders_of_other_models_are_refused(tmp_path):
     def build(config, classes=CLASSES):
         return build_model(config, classes, [True] * len(classes))
@@ -241,6 +325,13 @@ def test_folders_of_other_models_are_refused(tmp_path):
     config.model.head_classes = ["disc", "square"]
     with pytest.raises(UserError, match="model.head_classes lacks the class ground of the data"):
         build(config)
-    config.model.head = "upernet"
-    with pytest.raises(UserError, match="model.head_classes is for mask2former and oneformer, got model.head=upernet"):
-        DenseConfig(data=DenseDataConfig(target="semantic"), model=config.model).check()
+    config.model.head_classes = ["disc", "disc", "ground"]
+    with pytest.raises(UserError, match="model.head_classes must be different names, got disc twice"):
+        config.check()
+    config.model.head, config.data.target = "mask_rcnn", "instance"
+    with pytest.raises(UserError, match="is for upernet, mask2former and oneformer, got model.head=mask_rcnn"):
+        config.check()
+    swin = config_of(tmp_path / "published", "mask2former", "panoptic", name="swin_tiny_patch4_window7_224")
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="is a dinat, but model.name=swin_tiny_patch4_window7_224"):
+        build(swin)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from fibottention.analysis.report import write_report
 from fibottention.errors import UserError
 from fibottention.tasks.dense.config import DenseAugmentConfig, DenseConfig, DenseDataConfig, DenseModelConfig
 from fibottention.tasks.dense.draw import class_colors, draw_prediction, prediction_to_dict
@@ -63,6 +64,7 @@ def test_training_keeps_a_run(head, tmp_path):
     summary = train_run(made, tmp_path / "again", command="fibottention train")
     assert summary[score] == pytest.approx(best[score])
     assert "train_images" not in summary
+    write_report([tmp_path / "again"], tmp_path / "report.html")
 
 
 def test_a_resumed_run_ends_the_same(tmp_path, monkeypatch):

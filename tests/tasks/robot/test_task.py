@@ -94,9 +94,22 @@ def test_rollouts_are_every_few_epochs_and_at_the_end(tmp_path):
     assert [r["epoch"] for r in records if "test_mean_score" in r] == [2, 4, 5]
     best = Run(tmp_path / "run").read_json("best.json")
     assert best["epoch"] in (2, 4, 5)
-    words = [f"--model.checkpoint={tmp_path}/run/best.safetensors"]
+    # Another seed has other training episodes, and other statistics of them.
+    words = [f"--model.checkpoint={tmp_path}/run/best.safetensors", "--train.seed=1"]
     summary = train_run(small(tmp_path, *words, **{**changes, "train.epochs": 0}), tmp_path / "again", command="")
     assert summary["test_mean_score"] == best["test_mean_score"]
+    weights = Run(tmp_path / "run").weights()
+    assert all(torch.equal(value, weights[name]) for name, value in Run(tmp_path / "again").weights().items())
+    save_file({name: value * torch.nan for name, value in weights.items()}, tmp_path / "broken.safetensors")
+    words = [
+        f"--model.checkpoint={tmp_path}/broken.safetensors",
+        "--rollout.environment=null",
+        "--data.cameras=[image]",
+    ]
+    words += ["--data.states=[agent_pos]", "--data.columns={image: img, agent_pos: 'state[:2]'}"]
+    with pytest.raises(UserError, match="the validation gives no number: the weights are not finite"):
+        train_run(small(tmp_path, *words, **{**changes, "train.epochs": 0}), tmp_path / "broken", command="")
+    assert not (tmp_path / "broken").exists()
 
 
 def test_weights_are_there_before_the_first_rollouts(tmp_path, monkeypatch):

@@ -185,7 +185,7 @@ def test_pretrained_models_that_do_not_fit(words, message, tmp_path):
 def test_weights_of_a_file_start_a_run(tmp_path):
     source, _ = build_model(tiny("--attention.name=none"), 4)
     torch.save(source.state_dict(), tmp_path / "weights.pth")
-    with pytest.raises(UserError, match="2 of another shape"):
+    with pytest.raises(UserError, match="are for 4 classes, the model is for 6"):
         build_model(tiny(f"--model.checkpoint={tmp_path}/weights.pth", "--train.epochs=0"), 6)
     model, _ = build_model(tiny(f"--model.checkpoint={tmp_path}/weights.pth"), 6)
     assert torch.equal(model.timesformer.layernorm.weight, source.timesformer.layernorm.weight)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from email.message import Message
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -203,6 +204,16 @@ class _Finder:
             yield _Distribution()
 
 
+def _of_axes(axes: int) -> ModuleType:
+    """The module ``natten.natten2d`` of old versions, or that of other axes: its layer, and its functions."""
+    module = ModuleType(f"natten.natten{axes}d")
+    for source in (functional, sys.modules[__name__]):
+        for name in source.__all__:
+            if f"{axes}d" in name.lower():
+                setattr(module, name, getattr(source, name))
+    return module
+
+
 def install(replace: bool = False) -> None:
     """Make this module what ``import natten`` gives, in this process.
 
@@ -221,4 +232,7 @@ def install(replace: bool = False) -> None:
         raise RuntimeError("natten is installed; uninstall it, or take its place in this process with replace=True")
     sys.modules["natten"] = this
     sys.modules["natten.functional"] = functional
+    for axes in (1, 2, 3):
+        module = sys.modules[f"natten.natten{axes}d"] = _of_axes(axes)
+        setattr(this, f"natten{axes}d", module)
     sys.meta_path.insert(0, _Finder)  # pyright: ignore[reportArgumentType]

@@ -5,7 +5,7 @@ The unfused ones give and take attention weights. Their layouts are natten's: qu
 additional keys. A scale is the caller's business, as it was.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,12 @@ from fibottention.ops.pairs import pair_dot, pair_sum
 from fibottention.patterns.pattern import Pattern
 
 __all__ = [
+    "NATTEN1DAVFunction",
+    "NATTEN1DQKRPBFunction",
+    "NATTEN2DAVFunction",
+    "NATTEN2DQKRPBFunction",
+    "NATTEN3DAVFunction",
+    "NATTEN3DQKRPBFunction",
     "na1d",
     "na1d_av",
     "na1d_qk",
@@ -346,3 +352,15 @@ def natten3dav(
 natten1dqk, natten1dav, natten1dqkrpb = na1d_qk, na1d_av, na1d_qk_with_bias
 natten2dqk, natten2dav, natten2dqkrpb = na2d_qk, na2d_av, na2d_qk_with_bias
 natten3dqkrpb = na3d_qk_with_bias
+
+
+class _Function:
+    """What code calls ``.apply`` of: the autograd functions of 0.14."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.apply = function
+
+
+NATTEN1DQKRPBFunction, NATTEN1DAVFunction = _Function(natten1dqkrpb), _Function(natten1dav)
+NATTEN2DQKRPBFunction, NATTEN2DAVFunction = _Function(natten2dqkrpb), _Function(natten2dav)
+NATTEN3DQKRPBFunction, NATTEN3DAVFunction = _Function(natten3dqkrpb), _Function(natten3dav)

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import timm
-
 from fibottention.errors import UserError
 from fibottention.models.neighborhood_registry import is_neighborhood_model
 from fibottention.tasks.config import Range, TaskConfig
@@ -24,7 +22,8 @@ class DataConfig:
         val_split: Name of the validation split or folder, likewise; val, validation or test if null.
         image_size: Side of the image given to the model, in pixels.
         resize: Side to which the shorter side is resized before the centre crop in evaluation; image_size if null.
-        mean: Mean per channel; if null that of pretrained weights, of the data set, or ImageNet's.
+        mean: Mean per channel; if null that of the weights to start from (timm's, or of a run), else that of the data
+            set, or ImageNet's.
         std: Standard deviation per channel, likewise.
         interpolation: bicubic, bilinear, nearest or random (training only).
         workers: Processes that load images.
@@ -55,8 +54,8 @@ class ModelConfig:
         pretrained: Load timm's pretrained weights.
         checkpoint: File of weights (.safetensors or .pth) to start from; the classifier may differ.
         in_chans: Input channels: 3, or 1 for grey images.
-        drop_path: Stochastic depth rate.
-        drop: Dropout rate before the classifier.
+        drop_path: Stochastic depth rate; the model's own if null.
+        drop: Dropout rate before the classifier; likewise.
         match_macs: Set the size of the attention spec (its window, number of keys, ...) so that attention costs about
             this share of dense attention's multiply-accumulates; the spec's own size if null.
         options: Further arguments of the model, for example {depth: 4, embed_dim: 64, num_heads: 4, patch_size: 2}.
@@ -67,8 +66,8 @@ class ModelConfig:
     pretrained: bool = False
     checkpoint: str | None = None
     in_chans: Literal[1, 3] = 3
-    drop_path: float = 0.0
-    drop: float = 0.0
+    drop_path: float | None = None
+    drop: float | None = None
     match_macs: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -140,13 +139,9 @@ class ClassificationConfig(TaskConfig):
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     def settle(self, chosen: set[str]) -> None:
-        """See `TaskConfig`; NAT and DiNAT have an attention of their own, pretrained weights a normalization."""
+        """See `TaskConfig`; NAT and DiNAT have an attention of their own."""
         if "attention" not in chosen and is_neighborhood_model(self.model.name):
             self.attention = {"name": "none"}
-        weights = timm.get_pretrained_cfg(self.model.name, allow_unregistered=True) if self.model.pretrained else None
-        if weights is not None and self.model.in_chans == len(weights.mean):
-            self.data.mean = self.data.mean or list(weights.mean)
-            self.data.std = self.data.std or list(weights.std)
 
     def check(self) -> None:
         """See `TaskConfig`."""

@@ -86,7 +86,9 @@ def train_transform(config: DataConfig, augment: AugmentConfig, in_chans: int) -
     first, second, last = cast(tuple[Callable[[Any], Any], ...], parts)
     if augment.crop != "resized":
         size = config.image_size
-        steps: list[Callable[..., Any]] = [v2.Resize(size, v2.InterpolationMode.BICUBIC)]
+        if config.interpolation == "random":
+            raise UserError(f"data.interpolation=random is for augment.crop=resized, got augment.crop={augment.crop}")
+        steps: list[Callable[..., Any]] = [v2.Resize(size, v2.InterpolationMode(config.interpolation))]
         if augment.crop == "padded":
             steps.append(v2.RandomCrop(size, padding=max(1, size // 8)))
         else:
@@ -169,7 +171,7 @@ class ClassificationData(LabelledData):
             sampler = EpochSampler(len(train_source), seed, config.augment.repeats)
         # A last, smaller batch would weigh its images more; a set smaller than one batch must still train.
         drop_last = is_stream or len(train_dataset) >= batch_size
-        if not drop_last and (config.augment.mixup or config.augment.cutmix):
+        if train and not drop_last and (config.augment.mixup or config.augment.cutmix):
             raise UserError(
                 f"train.batch_size={batch_size} is larger than the {len(train_dataset)} training images, which "
                 "mixup and CutMix do not take"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
@@ -14,8 +15,8 @@ from fibottention.errors import UserError
 from fibottention.models.neighborhood_checkpoints import convert_checkpoint
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
 from fibottention.specs import AttentionSpec, Dense, fit_share
-from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig
-from fibottention.tasks.classification.data import ClassificationData
+from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, DataConfig
+from fibottention.tasks.classification.data import ClassificationData, normalization
 from fibottention.tasks.config import attention_spec
 from fibottention.tasks.recognition import RecognitionTask
 from fibottention.tasks.timm_model import check_timm_name, create_timm_model
@@ -47,13 +48,13 @@ def build_model(config: ClassificationConfig, num_classes: int) -> tuple[nn.Modu
             "of the data"
         )
     options = {"num_classes": num_classes, "in_chans": model_config.in_chans, **model_config.options}
-    if model_config.drop_path:
+    if model_config.drop_path is not None:
         options["drop_path_rate"] = model_config.drop_path
-    if model_config.drop:
+    if model_config.drop is not None:
         options["drop_rate"] = model_config.drop
     sized = {"img_size": config.data.image_size}
     model = create_timm_model(model_config.name, model_config.pretrained, options, sized)
-    if model_config.pretrained and not config.train.epochs:
+    if model_config.pretrained and model_config.checkpoint is None and not config.train.epochs:
         check_classes(model_config.name, model.pretrained_cfg["num_classes"], num_classes)
     report = None
     if spec is None and model_config.match_macs is not None:
@@ -89,8 +90,15 @@ class ClassificationTask(RecognitionTask):
     def __init__(self, config: ClassificationConfig, **options: Any) -> None:
         super().__init__(config, **options)
         self.label_smoothing = config.augment.label_smoothing
-        self.mixup = _mixup(config.augment, self.num_classes, config.train.batch_size)
+        self.mixup = _mixup(config.augment, self.num_classes, config.train.batch_size) if config.train.epochs else None
         self.input_shape = (config.model.in_chans, config.data.image_size, config.data.image_size)
+
+    @staticmethod
+    def begin(config: ClassificationConfig) -> None:
+        """See `RunTask`: images are normalized as they were for the weights."""
+        found = _statistics(config)
+        if found is not None and len(found[0]) == config.model.in_chans:
+            config.data.mean, config.data.std = config.data.mean or found[0], config.data.std or found[1]
 
     @staticmethod
     def make_data(config: ClassificationConfig, train: bool, classes: Sequence[str] | None) -> ClassificationData:
@@ -131,6 +139,25 @@ class ClassificationTask(RecognitionTask):
                 image.convert("RGB").save(path)
                 saved.append({"file": f"samples/{path.name}", "class": classes[target]})
         run.write_json("samples.json", saved)
+
+
+def _statistics(config: ClassificationConfig) -> tuple[list[float], list[float]] | None:
+    """Mean and standard deviation that the weights of a configuration were trained with, if that is known."""
+    if config.model.checkpoint is not None:
+        parents = Path(config.model.checkpoint).absolute().parents
+        folder = next((parent for parent in parents if Run(parent).config_path.is_file()), None)
+        saved = {} if folder is None else Run(folder).read_yaml()
+        if saved.get("task") != config.task:
+            return None
+        return normalization(DataConfig(**saved["data"]), saved["model"]["in_chans"])
+    if not config.model.pretrained:
+        return None
+    check_timm_name(config.model.name)
+    try:
+        weights = timm.get_pretrained_cfg(config.model.name)
+    except RuntimeError as error:  # a tag that the model has not
+        raise UserError(f"model {config.model.name} cannot be made: {error}") from error
+    return None if weights is None else (list(weights.mean), list(weights.std))
 
 
 def _mixup(augment: AugmentConfig, num_classes: int, batch_size: int) -> Mixup | None:

@@ -20,13 +20,16 @@ _BACKBONES = ("model.pixel_level_module.encoder.", "backbone.")
 _SURPLUS = ("head.net.model.text_mapper.", "head.net.criterion.")
 
 
-def load_checkpoint(model: Any, path: Path, *, new_classes: bool = True) -> None:
+def load_checkpoint(model: Any, path: Path, *, new_classes: bool = True) -> bool:
     """Load the weights of a run, or of a folder in transformers' layout, into a model of maybe other classes.
 
     Args:
         model: A `fibottention.tasks.dense.model.DenseModel`.
         path: File of weights, or a folder with ``model.safetensors``, whole or in parts, or ``pytorch_model.bin``.
         new_classes: Whether what depends on the number of classes may begin anew.
+
+    Returns:
+        Whether it does.
 
     Raises:
         UserError: If they cannot be read or do not fit.
@@ -40,11 +43,13 @@ def load_checkpoint(model: Any, path: Path, *, new_classes: bool = True) -> None
         name = other[0].removeprefix("head.")
         raise UserError(
             f"the weights in {path} are for other classes than those of the data ({name} has {len(weights[other[0]])} "
-            f"rows, not {len(own[other[0]])}), and with train.epochs=0 new ones would learn nothing"
+            f"rows, not {len(own[other[0]])}), and with train.epochs=0 new ones would learn nothing; if the data's are "
+            "among them, name all of them in model.head_classes"
         )
     for name in other:
         weights[name] = own[name]
     load_into(model, weights, path)
+    return bool(other)
 
 
 def _is_classifier(name: str) -> bool:

@@ -98,9 +98,10 @@ class DenseModelConfig:
             in transformers' layout, whose sizes options and head_options then take over. The classes may differ.
         drop_path: Stochastic depth rate of the backbone.
         options: Further arguments of the backbone, for example {dilations: [[1, 28, 1], ...]}.
-        head_options: Further arguments of the head: those of transformers' configuration for upernet and mask2former;
-            for the others those of `fibottention.tasks.dense.heads.rcnn.RcnnOptions`, such as channels.
-        head_classes: Names of the classes of mask2former or oneformer, if they are more than those of the data.
+        head_options: Further arguments of the head: those of transformers' configuration for upernet, mask2former and
+            oneformer; for the others those of `fibottention.tasks.dense.heads.rcnn.RcnnOptions`, such as channels.
+        head_classes: Names of the classes of a head of transformers', if they are more than those of the data or in
+            another order.
     """
 
     name: str = "dinat_tiny"
@@ -176,8 +177,12 @@ class DenseConfig(TaskConfig):
                 raise UserError("augment.jitter needs augment.crop, into which images are fitted")
             if not 0 < augment.jitter[0] <= augment.jitter[1]:
                 raise UserError(f"augment.jitter must be two numbers 0 < low <= high, got {list(augment.jitter)}")
-        if self.model.head_classes is not None and head not in ("mask2former", "oneformer"):
-            raise UserError(f"model.head_classes is for mask2former and oneformer, got model.head={head}")
+        names = self.model.head_classes
+        if names is not None and head not in ("upernet", "mask2former", "oneformer"):
+            raise UserError(f"model.head_classes is for upernet, mask2former and oneformer, got model.head={head}")
+        if names is not None and len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UserError(f"model.head_classes must be different names, got {twice} twice")
         if augment.max_class_share < 1 and (augment.crop is None or data.target != "semantic"):
             raise UserError("augment.max_class_share needs augment.crop and data.target=semantic")
         places = ("train_images", "train_annotations", "val_images", "val_annotations")

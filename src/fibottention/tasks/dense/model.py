@@ -31,6 +31,9 @@ class DenseModel(nn.Module):
     so that what is found in one does not depend on the others of its batch. Each is padded to a multiple of the largest
     stride, whatever the batch.
 
+    Attributes:
+        has_new_classes: Whether it began from weights for other classes.
+
     Args:
         backbone: From images to maps.
         head: From maps to predictions.
@@ -41,6 +44,7 @@ class DenseModel(nn.Module):
         super().__init__()
         self.backbone, self.head = backbone, head
         self.data = data or DenseDataConfig(test_size=None)
+        self.has_new_classes = False
         data_config = getattr(backbone.model, "default_cfg", None) or {}
         for name, default in (("mean", _MEAN), ("std", _STD)):
             values = torch.tensor(data_config.get(name, default))[:, None, None]
@@ -149,5 +153,5 @@ def build_model(
     head = build_head(config, backbone, classes, things)
     model = DenseModel(backbone, head, config.data)
     if source is not None:
-        load_checkpoint(model, source, new_classes=config.train.epochs > 0)
+        model.has_new_classes = load_checkpoint(model, source, new_classes=config.train.epochs > 0)
     return model, report

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fibottention.errors import UserError
-from fibottention.models.neighborhood_registry import matching_model_name
+from fibottention.models.neighborhood_registry import is_neighborhood_model, matching_model_name
 from fibottention.tasks.dense.config import DenseModelConfig
 
 __all__ = ["adopt_published"]
@@ -20,13 +20,13 @@ def adopt_published(config: DenseModelConfig, folder: Path, classes: Sequence[st
     """Let options take over what a folder in transformers' layout says about its model; those that are given win.
 
     Args:
-        config: The options, which change.
+        config: The options, which change; the name becomes that of a model of the folder's sizes.
         folder: Folder with ``config.json``.
         classes: Names of the classes of the data. If they are among those of the model, but not in their order, the
             names of the model's become ``head_classes``.
 
     Raises:
-        UserError: If the folder is not that of such a model, or of another head.
+        UserError: If the folder is not that of such a model, or of another head, or has some of the classes elsewhere.
     """
     content = _read(folder / "config.json")
     kind, backbone = content.get("model_type"), content.get("backbone_config")
@@ -36,13 +36,14 @@ def adopt_published(config: DenseModelConfig, folder: Path, classes: Sequence[st
         raise UserError(f"{folder} is a model of type {kind}, but model.head={config.head}")
     if not isinstance(backbone, dict) or backbone.get("model_type") not in _BACKBONES:
         raise UserError(f"the backbone of {folder} must be a NAT or DiNAT")
+    if not is_neighborhood_model(config.name):
+        raise UserError(f"the backbone of {folder} is a {backbone['model_type']}, but model.name={config.name}")
     sizes = _sizes(backbone, folder)
-    config.name = matching_model_name(backbone["model_type"], sizes) or config.name
+    config.name = matching_model_name(backbone["model_type"], sizes) or f"{backbone['model_type']}_tiny"
     config.options = {**sizes, **config.options}
     config.head_options = {**_head_options(content, kind), **config.head_options}
-    names = content.get("id2label")
-    if config.head_classes is None and kind != "upernet" and isinstance(names, dict):
-        config.head_classes = _head_classes([names[key] for key in sorted(names, key=int)], classes)
+    if config.head_classes is None:
+        config.head_classes = _head_classes(_labels(content, folder), classes, folder)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -61,11 +62,15 @@ def _sizes(backbone: dict[str, Any], folder: Path) -> dict[str, Any]:
     from transformers import DinatConfig  # transformers takes a second to import
 
     known = DinatConfig().to_dict()
-    sizes = {name: backbone.get(name, known[name]) for name in _SIZES}
+    given = {name: value for name, value in backbone.items() if value is not None}
+    for name, wanted in (("hidden_act", "gelu"), ("layer_norm_eps", 1e-5)):
+        if given.get(name, wanted) != wanted:
+            raise UserError(f"the backbone of {folder} has {name}={given[name]}; a NAT or DiNAT here has {wanted}")
+    sizes = {name: given.get(name, known[name]) for name in _SIZES}
+    if not all(isinstance(sizes[name], list | tuple) for name in ("depths", "num_heads", "dilations")):
+        raise UserError(f"{folder / 'config.json'} is damaged: depths, num_heads and dilations must be lists")
     if backbone["model_type"] == "nat":
         sizes["dilations"] = [[1] * depth for depth in sizes["depths"]]
-    if sizes["dilations"] is None:
-        raise UserError(f"the backbone of {folder} names no dilations")
     if scale := backbone.get("layer_scale_init_value"):
         sizes["layer_scale"] = scale
     return sizes
@@ -81,16 +86,34 @@ def _head_options(content: dict[str, Any], kind: str) -> dict[str, Any]:
     return {
         name: value
         for name, value in content.items()
-        if name in defaults and name not in general and value != defaults[name]
+        if value is not None and name in defaults and name not in general and value != defaults[name]
     }
 
 
-def _head_classes(names: list[str], classes: Sequence[str]) -> list[str] | None:
+def _labels(content: dict[str, Any], folder: Path) -> list[str]:
+    """The names of a model's classes; none if the file does not say them."""
+    names = content.get("id2label") or {}
+    if not isinstance(names, dict) or not all(str(key).isdigit() and isinstance(n, str) for key, n in names.items()):
+        raise UserError(f"{folder / 'config.json'} is damaged: id2label must be names by number")
+    return [names[key] for key in sorted(names, key=int)]
+
+
+def _head_classes(names: Sequence[str], classes: Sequence[str], folder: Path) -> list[str] | None:
     """The names of a model's classes, as the data write them, if those of the data are among them in another order."""
-    written = {_plain(name): name for name in classes}
-    if names == list(classes) or not {_plain(name) for name in names} >= set(written):
-        return None
-    return [written.get(_plain(name), name) for name in names]
+    written, places = {_plain(name): name for name in classes}, {_plain(name): n for n, name in enumerate(names)}
+    if len(written) < len(classes) or len(places) < len(names):
+        return None  # names that are too alike to tell
+    moved = [name for place, name in enumerate(classes) if places.get(_plain(name), place) != place]
+    absent = [name for name in classes if _plain(name) not in places]
+    if not absent:
+        is_same = len(names) == len(classes) and not moved
+        return None if is_same else [written.get(_plain(name), name) for name in names]
+    if moved and len(names) == len(classes):
+        raise UserError(
+            f"the model in {folder} has the class {moved[0]} at another place than the data and lacks {absent[0]}; "
+            "say which of its classes is which with model.head_classes"
+        )
+    return None
 
 
 def _plain(name: str) -> str:

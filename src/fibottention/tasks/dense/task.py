@@ -77,6 +77,10 @@ class DenseTask(RunTask):
         data, problems = self.data, self.data.problems()
         images = data.train_dataset if self.config.train.epochs else data.val_dataset
         text = f"{self.config.model.head}, {len(images)} images, {len(data.classes)} classes"
+        if (names := self.config.model.head_classes) is not None:
+            text += f" (by their names among the {len(names)} of the head)"
+        if getattr(self.model, "has_new_classes", False):
+            text += ", a new classifier"
         if problems:
             text += f", {len(problems)} annotations or images mended or left out (the first: {problems[0]})"
         return text

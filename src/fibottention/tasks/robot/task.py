@@ -60,9 +60,9 @@ class RobotTask(RunTask):
             self.model, self.sparsify_report = build_policy(config, self.data.shapes)
         self.data.fit(self.model.normalizer)
         if config.model.checkpoint is not None:
-            # The statistics stay those of the data that are trained on.
-            statistics = {f"normalizer.{name}": value for name, value in self.model.normalizer.state_dict().items()}
-            weights = load_weights(Path(config.model.checkpoint)) | statistics
+            weights = load_weights(Path(config.model.checkpoint))
+            if config.train.epochs:  # the statistics are those of the data that are trained on
+                weights |= {f"normalizer.{name}": value for name, value in self.model.normalizer.state_dict().items()}
             load_into(self.model, weights, config.model.checkpoint)
         self.train_loader, self.val_loader = self.data.train_loader, self.data.val_loader
         self.epoch = 0

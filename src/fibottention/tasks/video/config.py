@@ -25,7 +25,7 @@ class VideoDataConfig:
         fps: Frames per second that rate counts in; those of each video if null.
         image_size: Side of the frames given to the model, in pixels.
         resize: Length of a frame's shorter side before the crop in evaluation; image_size if null.
-        views: Clips per video in evaluation, spread evenly over its time; the scores are added up.
+        views: Clips per video in evaluation, spread evenly over its time; their scores are averaged.
         crops: Crops per clip in evaluation: 1 (centre) or 3 (along the longer side).
         mean: Mean per channel.
         std: Standard deviation per channel.

@@ -40,12 +40,11 @@ def build_head(config: DenseConfig, backbone: Backbone, classes: list[str], thin
         return RcnnHead(backbone, len(things), make_options(RcnnOptions, options), is_cascade=is_cascade)
     from fibottention.tasks.dense.heads.transformers_heads import Mask2FormerHead, OneFormerHead, UperNetHead
 
-    if config.model.head == "upernet":
-        return UperNetHead(backbone, len(things), options)
-    head = {"mask2former": Mask2FormerHead, "oneformer": OneFormerHead}[config.model.head]
-    names = config.model.head_classes
-    if names is None:
-        return head(backbone, things, options, config.data.target)
+    names = classes if config.model.head_classes is None else config.model.head_classes
     if absent := [name for name in classes if name not in names]:
         raise UserError(f"model.head_classes lacks the class {absent[0]} of the data")
-    return head(backbone, things, options, config.data.target, [names.index(name) for name in classes], len(names))
+    places = [names.index(name) for name in classes]
+    if config.model.head == "upernet":
+        return UperNetHead(backbone, len(names), options, places)
+    head = {"mask2former": Mask2FormerHead, "oneformer": OneFormerHead}[config.model.head]
+    return head(backbone, things, options, config.data.target, places, len(names))

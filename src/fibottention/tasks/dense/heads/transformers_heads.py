@@ -148,14 +148,16 @@ class UperNetHead(DenseHead):
 
     Args:
         backbone: What gives the maps.
-        num_classes: Number of classes.
+        num_classes: Classes of the head.
         options: Arguments of transformers' ``UperNetConfig``.
+        places: Number of each class of the data among those of the head.
     """
 
-    def __init__(self, backbone: Backbone, num_classes: int, options: dict[str, Any]) -> None:
+    def __init__(self, backbone: Backbone, num_classes: int, options: dict[str, Any], places: Sequence[int]) -> None:
         super().__init__()
         if num_classes < 2:
             raise UserError("model.head=upernet needs at least 2 classes, and the data have one")
+        self.register_buffer("places", torch.tensor(places), persistent=False)
         config = _make_config("upernet", backbone, num_classes, options, loss_ignore_index=VOID)
         self.net: Any = _make_net(UperNetForSemanticSegmentation, config)
 
@@ -164,6 +166,7 @@ class UperNetHead(DenseHead):
     ) -> dict[str, Tensor]:
         """See `DenseHead`."""
         labels = torch.stack([padded_to(scene["map"], pixels, VOID) for scene in scenes])
+        labels = torch.where(labels == VOID, VOID, self.places[labels.clamp(max=len(self.places) - 1)])
         if bool((labels != VOID).any()):
             return {"loss_class": self._run(features, pixels, labels=labels).loss}
         # The mean over no pixels is no number; all parameters have a gradient of zero instead.
@@ -178,7 +181,9 @@ class UperNetHead(DenseHead):
     ) -> list[Prediction]:
         """See `DenseHead`."""
         logits = self._run(features, pixels).logits
-        return [{"scores": resized_scores(of_image, size, wanted).softmax(0)} for of_image in logits]
+        return [{"scores": resized_scores(of_image, size, wanted).softmax(0)[self.places]} for of_image in logits]
+
+    places: Tensor
 
 
 class _QueryHead(DenseHead):
@@ -189,8 +194,8 @@ class _QueryHead(DenseHead):
         things: Per class, whether its objects can be counted.
         options: Arguments of transformers' configuration.
         target: ``"instance"``, ``"semantic"`` or ``"panoptic"``.
-        places: Number of each class among those of the head; the head has no others if None.
-        num_classes: Classes of the head, if ``places`` are given.
+        places: Number of each class of the data among those of the head.
+        num_classes: Classes of the head.
     """
 
     name: ClassVar[str]
@@ -202,15 +207,13 @@ class _QueryHead(DenseHead):
         things: list[bool],
         options: dict[str, Any],
         target: str,
-        places: Sequence[int] | None = None,
-        num_classes: int = 0,
+        places: Sequence[int],
+        num_classes: int,
     ) -> None:
         super().__init__()
-        count = len(things) if places is None else num_classes
-        self.net: Any = _make_net(self.net_class, _make_config(self.name, backbone, count, options))
+        self.net: Any = _make_net(self.net_class, _make_config(self.name, backbone, num_classes, options))
         self.net.criterion.get_num_masks = _count_masks
         self.things, self.target = things, target
-        places = range(len(things)) if places is None else places
         self.register_buffer("places", torch.tensor(places), persistent=False)
 
     def losses(
@@ -323,15 +326,25 @@ class OneFormerHead(_QueryHead):
     name = "oneformer"
     net_class = OneFormerForUniversalSegmentation
 
-    def __init__(self, backbone: Backbone, things: list[bool], options: dict[str, Any], target: str, *of_classes: Any):
-        super().__init__(backbone, things, options, target, *of_classes)
-        self.net.criterion.logit_scale.requires_grad_(False)  # of the contrast
+    def __init__(
+        self,
+        backbone: Backbone,
+        things: list[bool],
+        options: dict[str, Any],
+        target: str,
+        places: Sequence[int],
+        num_classes: int,
+    ) -> None:
+        super().__init__(backbone, things, options, target, places, num_classes)
+        del self.net.criterion.logit_scale  # of the contrast
         # As in the released code; transformers' 0.02 leaves all queries alike.
         decoder, module = self.net.model.pixel_level_module.decoder, self.net.model.transformer_module
         for table in (decoder.level_embed, module.level_embed.weight, module.queries_embedder.weight):
             nn.init.normal_(table)
-        tokens = torch.zeros(1, self.net.config.task_seq_len, dtype=torch.int64)
-        tokens[0, : len(_TASK_TOKENS[target])] = torch.tensor(_TASK_TOKENS[target])
+        length, words = self.net.config.task_seq_len, _TASK_TOKENS[target]
+        if length < len(words):
+            raise UserError(f"model.head_options.task_seq_len must be at least {len(words)}, got {length}")
+        tokens = torch.tensor([[*words, *[0] * (length - len(words))]])
         self.register_buffer("task", tokens, persistent=False)
 
     def _run(self, features: list[Tensor], pixels: Tensor, **inputs: Any) -> Any:
