@@ -6,10 +6,13 @@ import timm
 import torch
 
 from fibottention import Fibottention, Longformer, patterns, sparse_attention, sparsify
-from fibottention.analysis.attention_maps import attention_maps
+from fibottention.analysis.attention_maps import attention_maps, captured_attention
+from fibottention.analysis.features import layer_features
+from fibottention.analysis.heads import head_statistics
 from fibottention.analysis.masks import draw_masks, mask_figure
 from fibottention.analysis.report import write_report
 from fibottention.errors import UserError
+from fibottention.layers import NeighborhoodAttention2D
 from fibottention.tasks.runs import train_run
 from tests.tiny import tiny_config
 
@@ -93,6 +96,30 @@ def test_attention_maps_without_a_class_token_are_means_over_queries():
     )  # values that are unit vectors give the weights
     torch.testing.assert_close(only.values, weights.mean(2))
     assert not only.of_prefix
+
+
+@pytest.mark.parametrize("side", [96, 32])
+def test_layers_of_dinat_are_seen_as_they_attend(side):
+    torch.manual_seed(0)
+    options = {"depths": [1, 2, 1, 1], "num_heads": [1, 2, 2, 4], "dilations": [2, [1, 2], 1, 1]}
+    model = timm.create_model("dinat_mini", embed_dim=16, kernel_size=3, **options).eval()
+    images, given, layers = torch.randn(2, 3, side, side), {}, []
+    for name, module in model.named_modules():
+        if isinstance(module, NeighborhoodAttention2D):
+            torch.nn.init.normal_(module.rpb)
+            layers.append(name)
+            module.proj.register_forward_pre_hook(lambda _, args, name=name: given.__setitem__(name, args[0]))
+    found = captured_attention(model, images, lambda layer: (layer.name, layer.out))
+    # At 32 pixels the last grid is 1 x 1, and that of the dilation 2 in the second level 4 x 4: both are padded.
+    fitting = layers if side == 96 else [layers[0], layers[1]]
+    assert [name for name, _ in found] == fitting
+    for name, out in found:
+        torch.testing.assert_close(out.transpose(1, 2).flatten(-2), given[name].flatten(1, 2))
+    maps = attention_maps(model, images)
+    assert [m.values.shape[-1] for m in maps][:2] == [(side // 4) ** 2, (side // 8) ** 2]
+    for one in maps:
+        torch.testing.assert_close(one.values.sum(-1), torch.ones(one.values.shape[:2]))
+    assert len(head_statistics(model, images)) == len(layer_features(model, images)) == len(fitting)
 
 
 def test_windowed_and_mixed_layers_have_no_maps():

@@ -17,7 +17,7 @@ from fibottention.layers.pattern_attention import PatternAttention
 from fibottention.ops.arguments import WeightTransform
 from fibottention.ops.attention import sparse_attention
 from fibottention.ops.pairs import pair_sum_transposed
-from fibottention.specs import Dense
+from fibottention.specs import Dense, Neighborhood
 
 __all__ = [
     "AttentionMap",
@@ -49,8 +49,8 @@ class AttentionMap:
 def attention_maps(model: nn.Module, images: Tensor) -> list[AttentionMap]:
     """Attention maps of all layers that attend over whole images.
 
-    Layers that attend within windows (Swin, NAT and DiNAT), or mix their weights with others (ConViT's gated layers,
-    CaiT's talking heads) are left out.
+    Layers that attend within windows (Swin), or mix their weights with others (ConViT's gated layers, CaiT's talking
+    heads) are left out, and so are neighborhoods that do not fit into the image (NAT and DiNAT pad it for them).
 
     Args:
         model: A model of timm or transformers, made sparse or not. It is not changed.
@@ -126,9 +126,7 @@ def captured_attention(model: nn.Module, images: Tensor, use: Callable[[Captured
     main_input = getattr(model, "main_input_name", "pixel_values")  # of transformers
     if main_input != "pixel_values":
         raise ValueError(f"{type(model).__name__} takes {main_input}; give the part of it that takes images only")
-    if any(isinstance(module, NeighborhoodAttention2D) for module in model.modules()):
-        return []
-    if not any(isinstance(module, PatternAttention) for module in model.modules()):
+    if not any(isinstance(module, PatternAttention | NeighborhoodAttention2D) for module in model.modules()):
         model = copy.deepcopy(model)
         sparsify(model, Dense())
     made: list[T] = []
@@ -146,10 +144,38 @@ def captured_attention(model: nn.Module, images: Tensor, use: Callable[[Captured
 
         return hook
 
+    def capture_neighborhood(name: str):
+        def hook(module: NeighborhoodAttention2D, args: tuple[Tensor, ...], out: Tensor) -> None:
+            layer = _neighborhood_layer(name, module, args[0])
+            if layer is not None:
+                made.append(use(layer))
+
+        return hook
+
     hooks = [module.register_forward_hook(capture(name), with_kwargs=True) for name, module in modules.items()]
+    for name, module in model.named_modules():
+        if isinstance(module, NeighborhoodAttention2D):
+            hooks.append(module.register_forward_hook(capture_neighborhood(name)))
     with evaluating(model, hooks):
         model(images)
     return made
+
+
+def _neighborhood_layer(name: str, module: NeighborhoodAttention2D, x: Tensor) -> CapturedLayer | None:
+    """A layer of NAT or DiNAT as one with a pattern; None if there is none for this grid."""
+    grid, kernel, dilation = x.shape[1:3], set(module.kernel_size), set(module.dilation)
+    if len(kernel) > 1 or len(dilation) > 1 or set(module.stride) != {1} or any(module.is_causal):
+        return None
+    spec = Neighborhood(kernel.pop(), dilation.pop(), rel_pos_bias=module.rpb is not None)
+    if min(grid) < spec.kernel_size * module.dilation[0]:
+        return None
+    attention = PatternAttention(spec, module.num_heads, grid_size=(grid[0], grid[1]), device=x.device, dtype=x.dtype)
+    if module.rpb is not None and attention.rpb is not None:
+        attention.rpb.copy_(module.rpb.flatten(1))
+    qkv = module.qkv(x).flatten(1, 2).unflatten(-1, (3, module.num_heads, module.head_dim))
+    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+    out = attention(q, k, v, scale=module.scale)
+    return CapturedLayer(name, attention, q, k, v, out, None, module.scale)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def layer_features(model: nn.Module, images: Tensor, batch_size: int = 16) -> li
     def keep(name: str, prefix: int):
         def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             tokens = out[0] if isinstance(out, tuple) else out
-            found[name].append(tokens[:, 0] if prefix else tokens.mean(1))
+            found[name].append(tokens[:, 0] if prefix else tokens.flatten(1, -2).mean(1))
 
         return hook
 
