@@ -98,6 +98,31 @@ def test_masks_of_objects(runs, tmp_path, capsys):
     assert "broken.jpg cannot be read as an image" in out
     assert "2 images; written to" in out
     assert not (runs / "fibottention" / "analysis" / "localisation.json").exists()  # of other images
+    (tmp_path / "voc").mkdir()
+    box = "<bndbox><xmin>9</xmin><ymin>5</ymin><xmax>20</xmax><ymax>24</ymax></bndbox>"
+    (tmp_path / "voc/0.xml").write_text(f"<annotation><object><name>shirt</name>{box}</object></annotation>")
+    photo = next((root / "val" / "cat").glob("0.*")).name
+    polygon = [[8, 4, 20, 4, 20, 24, 8, 24]]
+    content = {
+        "images": [{"id": 1, "file_name": photo, "height": 48, "width": 48}],
+        "annotations": [{"id": 1, "image_id": 1, "category_id": 1, "segmentation": polygon, "bbox": [8, 4, 12, 20]}],
+        "categories": [{"id": 1, "name": "shirt"}],
+    }
+    (tmp_path / "coco.json").write_text(json.dumps(content))
+    found = []
+    for masks_given in (tmp_path / "voc", tmp_path / "coco.json"):
+        assert main([*words[:-1], str(masks_given)]) == 0
+        found.append(json.loads((runs / "fibottention/analysis/localisation.json").read_text()))
+    assert found[0] == found[1]
+    assert 0 < found[0][0]["area"] < 1
+    (tmp_path / "voc/0.xml").write_text(f"<annotation><object>{box.replace('>20<', '>60<')}</object></annotation>")
+    assert main([*words[:-1], str(tmp_path / "voc")]) == 2
+    assert "has a box beyond" in capsys.readouterr().err
+    (tmp_path / "voc/0.xml").write_text("<annotation>")
+    assert main([*words[:-1], str(tmp_path / "voc")]) == 2
+    assert "is not an annotation of PASCAL VOC" in capsys.readouterr().err
+    assert main([*words[:-1], str(tmp_path / "nothing")]) == 2
+    assert "is neither a folder nor a JSON file" in capsys.readouterr().err
     Image.fromarray(mask[:20]).save(masks / "0.png")
     assert main(words) == 2
     assert "is 48 x 20 pixels, the image 48 x 48" in capsys.readouterr().err
@@ -129,7 +154,7 @@ def test_a_model_without_such_layers(tmp_path, capsys):
     assert "sparsify does not support ResNet" in capsys.readouterr().err
     config.model.name, config.model.options = (
         "dinat_s_tiny",
-        {"patch_size": 2, "embed_dim": 32, "depths": [1], "num_heads": [1], "dilations": [[1]]},
+        {"patch_size": 2, "embed_dim": 32, "depths": [1], "num_heads": [1], "dilations": [[3]]},
     )
     train_run(config, tmp_path / "dinat", command="none")
     assert main(["analyze", str(tmp_path / "dinat"), "--count", "2"]) == 2

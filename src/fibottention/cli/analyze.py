@@ -47,7 +47,12 @@ def run(words: list[str]) -> int:
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folders of runs, or checkpoints in them")
     parser.add_argument("--images", type=Path, help="folder of images (default: the run's validation images)")
-    parser.add_argument("--masks", type=Path, help="folder of masks: a PNG of the same name per image, 0 is outside")
+    parser.add_argument(
+        "--masks",
+        type=Path,
+        help="where the objects are: a folder with a PNG of the same name per image, 0 is outside; a folder of PASCAL "
+        "VOC's XML files; or a JSON file of COCO's form",
+    )
     parser.add_argument("--count", type=int, default=64, help="number of images, evenly spread (default 64)")
     parser.add_argument(
         "--specs",

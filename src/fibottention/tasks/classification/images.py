@@ -12,6 +12,7 @@ from torchvision.transforms import v2
 from fibottention.errors import UserError
 from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.data import eval_transform, open_image
+from fibottention.tasks.classification.object_masks import ObjectMasks, open_masks, read_image
 from fibottention.tasks.classification.sources import open_source
 
 __all__ = ["images_from_folder", "validation_images"]
@@ -59,7 +60,7 @@ def images_from_folder(
         config: The configuration of the model's run.
         count: At most how many.
         folder: Folder of images.
-        masks: Folder with a PNG of the same name per image, 0 outside the object; images without a mask are left out.
+        masks: Where the objects are, see `open_masks`; images of which that is not known are left out.
 
     Returns:
         Images ``(B, C, H, W)``, masks ``(B, H, W)`` or None, and sentences about what was left out.
@@ -69,12 +70,12 @@ def images_from_folder(
     """
     if not folder.is_dir():
         raise UserError(f"--images: {folder} is not a folder")
-    if masks is not None and not masks.is_dir():
-        raise UserError(f"--masks: {masks} is not a folder")
+    known = None if masks is None else open_masks(masks, folder)
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES)
     left_out = []
-    if masks is not None:
-        with_mask = [path for path in paths if (masks / f"{path.stem}.png").is_file()]
+    if known is not None:
+        left_out += known.problems
+        with_mask = [path for path in paths if known.has(path)]
         if len(with_mask) < len(paths):
             left_out.append(f"{len(paths) - len(with_mask)} images have no mask in {masks}")
         paths = with_mask
@@ -86,16 +87,16 @@ def images_from_folder(
     for i in range(count):
         path = paths[i * len(paths) // count]
         try:
-            images.append(transform(open_image(_read(path), config.model.in_chans)))
+            images.append(transform(open_image(read_image(path), config.model.in_chans)))
             chosen.append(path)
         except UserError as error:
             left_out.append(str(error))
     if not images:
         raise UserError(f"--images: none of the images in {folder} could be read")
-    return torch.stack(images), None if masks is None else _masks(config, chosen, masks), left_out
+    return torch.stack(images), None if known is None else _masks(config, chosen, known), left_out
 
 
-def _masks(config: ClassificationConfig, paths: Sequence[Path], folder: Path) -> Tensor:
+def _masks(config: ClassificationConfig, paths: Sequence[Path], known: ObjectMasks) -> Tensor:
     """Masks resized and cropped as the images are."""
     size = config.data.image_size
     transform = v2.Compose(
@@ -107,21 +108,7 @@ def _masks(config: ClassificationConfig, paths: Sequence[Path], folder: Path) ->
     )
     masks = []
     for path in paths:
-        mask, image = _read(folder / f"{path.stem}.png"), _read(path)
-        if mask.size != image.size:
-            sizes = " pixels, the image ".join(f"{width} x {height}" for width, height in (mask.size, image.size))
-            raise UserError(f"the mask of {path} is {sizes}")
-        # The numbers of a palette are classes, 0 the outside; an alpha channel says nothing about the object.
-        values = np.asarray(mask.convert(mask.mode.removesuffix("A")) if mask.mode in ("LA", "RGBA") else mask)
-        inside = (values if values.ndim == 2 else values.max(-1)) > 0
+        image = read_image(path)
+        inside = known.inside(path, image.height, image.width)
         masks.append(transform(Image.fromarray(inside.astype(np.uint8))).amax(0) > 0)
     return torch.stack(masks)
-
-
-def _read(path: Path) -> Image.Image:
-    try:
-        with Image.open(path) as image:
-            image.load()
-            return image
-    except Exception as error:
-        raise UserError(f"{path} cannot be read as an image: {error}") from error
