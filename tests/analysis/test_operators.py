@@ -9,16 +9,18 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fibottention import NeighborhoodAttention2D
+from fibottention import Dense, Longformer, NeighborhoodAttention2D
 from fibottention.analysis.operators import operators
 from fibottention.cli import main
+from fibottention.specs import Neighborhood, TopK
 
 
 @pytest.mark.parametrize(("kernel_size", "layers"), [(3, 1), (3, 2), (3, 3), (5, 2), (7, 2), (3, 4)])
 def test_receptive_fields_as_published(kernel_size, layers):
     """Facts on neighborhood attention: after l layers with kernel k."""
     side = kernel_size ** (layers + 1)
-    field = {row.name: row.field for row in operators(side, 8, 2, kernel_size, layers)}
+    assert all(row.field[0] == row.field[1] for row in operators(side, 8, 2, kernel_size, layers))
+    field = {row.name: row.field[0] for row in operators(side, 8, 2, kernel_size, layers)}
     grows = layers * (kernel_size - 1) + 1
     assert field == {
         "convolution": grows,
@@ -73,3 +75,25 @@ def test_command(capsys):
     ):
         assert main(["operators", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_specs_are_further_rows():
+    """A neighborhood as a spec is that of the table; BigBird's global token sees all."""
+    specs = {"near": Neighborhood(3), "far": Neighborhood(3, dilation=(1, 3)), "top": TopK(3), "raster": Longformer(1)}
+    rows = {row.name: row for row in operators(9, 16, 2, 3, 2, {**specs, "all": Dense()})}
+    for name, same in (("near", "neighborhood attention"), ("far", "dilated neighborhood attention")):
+        ours, theirs = rows[name], rows[same]
+        assert (ours.field, ours.macs, ours.stored_weights) == (theirs.field, theirs.macs, theirs.stored_weights)
+        assert ours.reached == pytest.approx(theirs.reached)
+    assert rows["all"].macs == rows["self-attention"].macs
+    assert (rows["all"].field, rows["top"].field, rows["all"].reached) == ((9, 9), (9, 9), 1.0)
+    # Two layers of one token to each side, along the raster: five tokens of the central row.
+    assert (rows["raster"].field, rows["raster"].reached) == ((1, 5), pytest.approx(5 / 81))
+
+
+def test_specs_on_the_command_line(capsys):
+    assert main(["operators", "fibottention", "longformer:window=3", "--side", "14", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows[-2:]] == ["fibottention", "longformer:window=3"]
+    assert main(["operators", "fibotention"]) == 2
+    assert "did you mean 'fibottention'" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.table import Table
 
 from fibottention.analysis.operators import operators
-from fibottention.cli.options import CommandParser, make_console
+from fibottention.cli.options import CommandParser, make_console, parse_spec
 from fibottention.errors import UserError
 
 __all__ = ["run"]
@@ -19,8 +19,9 @@ def run(words: list[str]) -> int:
         prog="fibottention operators",
         description="Compare convolutions, self-attention, window attention and neighborhood attention, dilated or "
         "not: receptive field after some layers, multiply-accumulates, parameters and stored attention weights of one "
-        "layer (table 1 of arXiv 2209.15001, computed).",
+        "layer (table 1 of arXiv 2209.15001, computed). Specs are further rows.",
     )
+    parser.add_argument("specs", metavar="SPEC", nargs="*", help="names of specs, or NAME:option=value,option=value")
     parser.add_argument("--side", type=int, default=56, help="side of the feature map, in tokens (default 56)")
     parser.add_argument("--dim", type=int, default=64, help="channels (default 64)")
     parser.add_argument("--heads", type=int, default=2, help="heads (default 2)")
@@ -29,7 +30,9 @@ def run(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args(words)
     try:
-        rows = operators(arguments.side, arguments.dim, arguments.heads, arguments.kernel_size, arguments.layers)
+        specs = {text: parse_spec(text) for text in arguments.specs}
+        sizes = (arguments.side, arguments.dim, arguments.heads, arguments.kernel_size, arguments.layers)
+        rows = operators(*sizes, specs)
     except ValueError as error:
         raise UserError(str(error)) from error
     if arguments.json:
@@ -37,10 +40,13 @@ def run(words: list[str]) -> int:
         return 0
     side = arguments.side
     table = Table(title=f"{side} x {side} tokens, {arguments.dim} channels, kernel {arguments.kernel_size}")
-    for column in ("layer", f"field after {arguments.layers}", "MACs", "params", "stored"):
-        table.add_column(column, justify="left" if column == "layer" else "right", no_wrap=column == "layer")
+    # How many tokens of a field are reached says something new only where there are gaps, as in specs.
+    reached = ["of all"] if specs else []
+    for column in ("layer", f"field after {arguments.layers}", *reached, "MACs", "params", "stored"):
+        is_name = column == "layer"
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name and not specs, overflow="fold")
     for row in rows:
         numbers = (f"{row.macs / 1e6:,.1f} M", f"{row.parameters / 1e3:,.1f} k", f"{row.stored_weights / 1e6:,.2f} M")
-        table.add_row(row.name, f"{row.field} x {row.field}", *numbers)
+        table.add_row(row.name, " x ".join(map(str, row.field)), *[f"{row.reached:.1%}"] * len(reached), *numbers)
     make_console().print(table)
     return 0
