@@ -171,6 +171,34 @@ def test_timm_reader_of_torchvision_data(tmp_path):
         open_source(DataConfig(name="torch/fashion_mnist", root=str(tmp_path / "no")), train=True)
 
 
+def test_torchvision_data_that_timm_does_not_read(tmp_path):
+    for split, count in (("Training", 3), ("Final_Test/Images", 2)):
+        for label in range(3):
+            folder = tmp_path / "gtsrb/GTSRB" / split / (f"{label:05d}" if split == "Training" else "")
+            folder.mkdir(parents=True, exist_ok=True)
+            for number in range(count):
+                name = f"{number}.ppm" if split == "Training" else f"{label * count + number:05d}.ppm"
+                Image.new("RGB", (30, 30), (80 * label, 9, 9)).save(folder / name)
+    rows = "".join(f"{i:05d}.ppm;30;30;0;0;9;9;{i // 2}\n" for i in range(6))
+    head = "Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId\n"
+    (tmp_path / "gtsrb/GT-final_test.csv").write_text(head + rows)
+    config = DataConfig(name="torch/gtsrb", root=str(tmp_path))
+    assert [open_source(config, train=True).load(i)[1] for i in range(9)] == [0] * 3 + [1] * 3 + [2] * 3
+    held = open_source(config, train=False)
+    assert [held.load(i)[1] for i in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert held.load(5)[0].getpixel((0, 0)) == (160, 9, 9)
+    assert held.classes == ["0", "1", "2"]
+    for name, change, message in (
+        ("torch/svhn", {}, "torch/svhn, .* cannot be opened: Dataset not found or corrupted"),
+        ("torch/gtsrb", {"train_split": "all"}, "name the split with data.train_split: .*all"),
+        ("torch/qmnist", {"train_split": "all"}, "torch/qmnist, .* cannot be opened|has two splits of its own"),
+        ("torch/food_101", {"root": None}, "data.root must be given for data.name=torch/food_101"),
+        ("torch/nothing", {}, "torch/nothing, .* cannot be opened"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_source(DataConfig(**{"name": name, "root": str(tmp_path), **change}), train=True)
+
+
 def test_limit_takes_evenly_from_all_classes():
     source = open_source(DataConfig(limit=600), train=True)
     assert np.bincount([source.load(i)[1] for i in range(600)]).tolist() == [60] * 10

@@ -15,6 +15,7 @@ from PIL import Image
 from fibottention.errors import UserError
 from fibottention.specs import nearest
 from fibottention.tasks.classification.config import DataConfig
+from fibottention.tasks.classification.torchvision_data import is_torchvision_name, open_torchvision
 from fibottention.tasks.labelled_data import LabelledSource
 
 __all__ = ["ImageSource", "data_names", "open_source"]
@@ -81,8 +82,9 @@ class TimmSource:
         if to_index:
             self.classes: Sequence[str] = [str(name) for name in sorted(to_index, key=to_index.get)]
         else:
-            labels = {int(self.dataset[i][1]) for i in range(len(dataset))}
-            self.classes = [str(i) for i in range(max(labels) + 1)]
+            known = next((x for n in ("targets", "labels") if (x := getattr(dataset, n, None)) is not None), None)
+            labels = [self.dataset[i][1] for i in range(len(dataset))] if known is None else known
+            self.classes = [str(i) for i in range(int(max(labels)) + 1)]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -284,7 +286,13 @@ def _tiny_imagenet(config: DataConfig, train: bool) -> ImageSource:
 
 
 def _timm(config: DataConfig, train: bool) -> ImageSource:
-    return TimmSource(timm_dataset(config, train))
+    try:
+        return TimmSource(timm_dataset(config, train))
+    except UserError:
+        # timm's reader comes first, since it also knows data sets by names of its own.
+        if not is_torchvision_name(config.name):
+            raise
+    return TimmSource(open_torchvision(config, train))
 
 
 def timm_dataset(config: DataConfig, train: bool, batch_size: int = 1, seed: int = 0) -> Any:
