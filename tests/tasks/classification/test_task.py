@@ -215,6 +215,16 @@ def test_recipes_of_pre_training_and_fine_tuning():
         assert (config.optim.lr, config.optim.weight_decay, config.optim.warmup_epochs) == (5e-5, 1e-4, 0)
         assert (config.optim.schedule, config.augment.mixup, config.augment.cutmix) == ("poly", 0.0, 0.0)
         assert {"dinat_large": "86.6", "dinat_large_384": "87.4", "dinat_large_384_11x11": "87.5"}[name] in text
+    assert "86.5" in recipes["dinat_s_large_imagenet_224"][1]
+    for name, model in (("22k", ""), ("_224", ""), ("_384", "_384")):
+        ours, theirs = (recipes[f"{family}_imagenet{name}"][0] for family in ("dinat_s_large", "dinat_large"))
+        assert ours.model.name == f"dinat_s_large{model}"
+        assert (ours.optim, ours.train, ours.augment, ours.data) == (
+            theirs.optim,
+            theirs.train,
+            theirs.augment,
+            theirs.data,
+        )
 
 
 def test_recipes_of_sata_have_the_published_settings():

@@ -297,7 +297,7 @@ def test_recipes_are_valid(name):
         assert model.backbone.strides == [4, 8, 16, 32]
     text = shipped_recipes("dense")[name].read_text()
     assert text.startswith("#")
-    assert ("Published" in text) == ("dinat" in name and not name.endswith("cpu"))
+    assert ("Published" in text) == ("nat_" in name and not name.endswith("cpu"))
 
 
 # Facts on NAT and DiNAT, section 4: dilations and results.
@@ -309,6 +309,13 @@ ELEVEN = [[1, 14, 1], [1, 4, 1, 7], [1, 2, 1, 3] * 4 + [1, 3], [1] * 5]
 @pytest.mark.parametrize(
     ("name", "dilations", "results"),
     [
+        ("maskrcnn_nat_mini_coco", None, ("46.5", "41.7")),
+        ("maskrcnn_nat_tiny_coco", None, ("47.7", "42.6")),
+        ("maskrcnn_nat_small_coco", None, ("48.4", "43.2")),
+        ("cascade_nat_mini_coco", None, ("50.3", "43.6")),
+        ("cascade_nat_base_coco", None, ("52.3", "45.1")),
+        ("upernet_nat_mini_ade20k", None, ("45.1", "46.4")),
+        ("upernet_nat_base_ade20k", None, ("48.5", "49.7")),
         ("maskrcnn_dinat_mini_coco", COCO, ("47.2", "42.5")),
         ("maskrcnn_dinat_tiny_coco", COCO, ("48.6", "43.5")),
         ("maskrcnn_dinat_small_coco", COCO, ("49.3", "44.0")),
@@ -352,6 +359,11 @@ def test_recipes_have_the_published_settings(name, dilations, results):
         assert (made.optim.lr, made.optim.backbone_lr, made.optim.clip_grad) == (1e-4, 1e-5, 0.01)
         assert made.model.head_options["num_queries"] == (100 if name.endswith("semantic") else 200)
         assert made.train.mixed_precision == "no"
+    if "_nat_" in name:  # as DiNAT, without dilations
+        other = make_config(load_recipe(f"dense/{name.replace('_nat_', '_dinat_')}"))
+        assert (made.optim, made.train, made.augment) == (other.optim, other.train, other.augment)
+        assert (made.model.drop_path, made.model.head_options) == (other.model.drop_path, other.model.head_options)
+        assert made.model.options == {}
     if "large" in name:  # from ImageNet-22k alone, which the hub's weights are not
         assert not made.model.pretrained
         assert made.model.backbone_checkpoint == "dinat_large_in22k_224.pth"
