@@ -1,6 +1,7 @@
 """Action recognition as a user runs it, in processes of its own, on videos made here."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -56,6 +57,20 @@ def test_split_and_train(trained):
     assert "videos/s" in result.stdout.replace("\n", " ")
     best = json.loads((folder / "run/best.json").read_text())
     assert best["classes"] == sorted(MOTIONS)
+
+
+def test_two_processes_see_each_video_once(trained):
+    folder, *_ = trained
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+    words = ["train", "recipe.yaml", "--data.root", "videos", "--train.batch_size=3", "--train.output", "two"]
+    result = subprocess.run(
+        [*launch, "fibottention.cli", *words],
+        cwd=folder, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "2 x cpu" in result.stdout
+    one, two = (json.loads((folder / name / "best.json").read_text()) for name in ("run", "two"))
+    assert two["videos"] == one["videos"] == 8
 
 
 def test_unreadable_videos_are_named(trained):

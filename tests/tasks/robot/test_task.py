@@ -1,8 +1,12 @@
 import copy
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from fibottention.errors import UserError
@@ -110,6 +114,20 @@ def test_rollouts_are_every_few_epochs_and_at_the_end(tmp_path):
     with pytest.raises(UserError, match="the validation gives no number: the weights are not finite"):
         train_run(small(tmp_path, *words, **{**changes, "train.epochs": 0}), tmp_path / "broken", command="")
     assert not (tmp_path / "broken").exists()
+
+
+def test_two_processes_play_each_episode_once(tmp_path):
+    config = small(tmp_path, **{"train.epochs": 1, "optim.warmup_steps": 1, "rollout.episodes": 3})
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+    result = subprocess.run(
+        [*launch, "fibottention.cli", "train", "recipe.yaml", "--train.output=two", "--train.batch_size=4"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "2 x cpu" in result.stdout
+    best = Run(tmp_path / "two").read_json("best.json")
+    assert [rollout["seed"] for rollout in best["rollouts"]] == [100000, 100001, 100002]
 
 
 def test_weights_are_there_before_the_first_rollouts(tmp_path, monkeypatch):
