@@ -4,8 +4,10 @@ import re
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 
 from fibottention import Fibottention, Longformer, patterns, sparse_attention, sparsify
+from fibottention.analysis import masks
 from fibottention.analysis.attention_maps import attention_maps, captured_attention
 from fibottention.analysis.features import layer_features
 from fibottention.analysis.heads import head_statistics
@@ -128,6 +130,28 @@ def test_windowed_and_mixed_layers_have_no_maps():
     cait = timm.create_model("cait_xxs24_224", img_size=64, depth=1)
     sparsify(cait, Fibottention())
     assert attention_maps(cait, torch.randn(1, 3, 64, 64)) == []
+
+
+@pytest.mark.parametrize("cells", [1024, 16, 7, 3])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        patterns.wythoff(4, 50, prefix_tokens=1),
+        patterns.dense(2, 33, prefix_tokens=2),
+        patterns.dilated_window(3, 41, 2, [1, 2, 5], prefix_tokens=5),
+        patterns.bigbird(2, 40, prefix_tokens=1),
+    ],
+    ids=["wythoff", "dense", "dilated", "rows"],
+)
+def test_cells_of_a_picture_are_dark_where_a_pair_is(pattern, cells, monkeypatch):
+    monkeypatch.setattr(masks, "_LARGEST_PICTURE", cells)
+    length = pattern.sequence_length
+    step = -(-length // cells)
+    missing = -length % step
+    for head in range(pattern.stored_heads):
+        mask = F.pad(pattern.mask()[head].float(), (0, missing, 0, missing))
+        expected = F.max_pool2d(mask[None], step)[0] > 0
+        assert torch.equal(torch.from_numpy(masks._picture(pattern, head)), expected)
 
 
 @pytest.mark.parametrize(

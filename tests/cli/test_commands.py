@@ -225,6 +225,7 @@ def test_inspect_a_model(tmp_path):
         (["train", "demo", "--data.workers=-1"], "data.workers must be at least 0"),
         (["evaluate", "nothing"], "nothing does not exist; give the folder of a run"),
         (["predict", "nothing", "a.png"], "nothing does not exist"),
+        (["predict", "nothing", "a.png", "--device", "gpu"], "argument --device: invalid choice: 'gpu'"),
         (["report", "nothing"], "nothing does not exist"),
         (["train", "nothing.yaml"], "there is no recipe 'nothing.yaml'"),
         (["train", "--resume", "nothing"], "nothing is not the folder of a run"),

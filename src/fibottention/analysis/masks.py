@@ -1,6 +1,7 @@
 """Pictures of patterns: the mask of each head."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ _LARGEST_PICTURE = 1024  # cells a side; longer sequences are binned
 def _picture(pattern: Pattern, head: int) -> np.ndarray:
     """Which cells of a picture of a head's mask hold a kept pair."""
     stored = head if pattern.stored_heads > 1 else 0
+    if pattern.offsets is not None:
+        return _picture_of_offsets(pattern, pattern.offsets[stored])
     rows, length = pattern.rows, pattern.sequence_length
     first, last = rows.starts[stored * length], rows.starts[(stored + 1) * length]
     counts = np.diff(rows.starts[stored * length : (stored + 1) * length + 1])
@@ -24,6 +27,25 @@ def _picture(pattern: Pattern, head: int) -> np.ndarray:
     side = math.ceil(length / step)
     picture = np.bincount(query // step * side + key // step, minlength=side * side).reshape(side, side)
     return picture > 0
+
+
+def _picture_of_offsets(pattern: Pattern, offsets: Sequence[int]) -> np.ndarray:
+    """The same from diagonals, without a list of the pairs, which may be too long for the memory."""
+    length, prefix = pattern.sequence_length, pattern.prefix_tokens
+    step = math.ceil(length / _LARGEST_PICTURE)
+    side = math.ceil(length / step)
+    picture = np.zeros((side, side), dtype=bool)
+    picture[: math.ceil(prefix / step)] = picture[:, : math.ceil(prefix / step)] = True
+    cells = np.arange(side)[None]
+    for begin in range(0, len(offsets), _LARGEST_PICTURE):
+        offset = np.array(offsets[begin : begin + _LARGEST_PICTURE])[:, None]
+        # Queries of each row of cells that are on the diagonal; their keys are in one cell or in two.
+        first = np.maximum(cells * step, prefix + np.maximum(0, -offset))
+        last = np.minimum((cells + 1) * step, length - np.maximum(0, offset)) - 1
+        on = first <= last
+        for query in (first, last):
+            picture[np.broadcast_to(cells, on.shape)[on], ((query + offset) // step)[on]] = True
+    return picture
 
 
 def mask_figure(pattern: Pattern, title: str = "") -> Figure:

@@ -12,6 +12,7 @@ from fibottention.cli.options import CommandParser, make_console
 from fibottention.errors import UserError
 from fibottention.tasks.kinds import task_kind
 from fibottention.tasks.runs import load_model
+from fibottention.training.engine import make_accelerator
 
 __all__ = ["run"]
 
@@ -22,11 +23,16 @@ def run(words: list[str]) -> int:
     parser.add_argument("run", metavar="RUN|CHECKPOINT", help="folder of a run, or a checkpoint in it")
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="images, or videos for a video run")
     parser.add_argument("--top", type=int, default=5, help="classes to show per file (default 5)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), help="device")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args(words)
     if arguments.top < 1:
         raise UserError(f"--top must be at least 1, got {arguments.top}")
     model, config, saved, _ = load_model(arguments.run)
+    if arguments.device is not None:
+        config.train.device = arguments.device
+    device = make_accelerator(config.train).device
+    model.to(device)
     classes, kind = saved["classes"], task_kind(config.task)
     assert kind.open_input is not None
     what = kind.sample.removesuffix("s")
@@ -43,7 +49,7 @@ def run(words: list[str]) -> int:
             unread.append(f"cannot read {path}: {error}")
             continue
         with torch.no_grad():
-            probabilities = kind.task.logits(model, sample.unsqueeze(0)).float().softmax(-1)[0]
+            probabilities = kind.task.logits(model, sample.unsqueeze(0).to(device)).float().softmax(-1)[0]
         values, indices = probabilities.topk(min(arguments.top, len(classes)))
         top = [{"class": classes[i], "probability": p} for i, p in zip(indices.tolist(), values.tolist(), strict=True)]
         predictions.append({what: str(path), "predictions": top})
