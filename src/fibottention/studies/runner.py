@@ -14,6 +14,7 @@ from fibottention.errors import DivergedError, UserError
 from fibottention.studies.plan import PlannedRun, Study
 from fibottention.studies.plots import curves_figure, results_figure
 from fibottention.studies.results import VariantResult, collect, table_rows, to_markdown
+from fibottention.tasks.options import make_config
 from fibottention.tasks.runs import check_run, load_config, train_run
 from fibottention.training.run import Run, write_atomically, write_figure
 
@@ -92,7 +93,9 @@ def _is_finished(planned: PlannedRun, folder: Path) -> bool:
     run = Run(folder / planned.path)
     if not run.config_path.exists():
         return planned.path in _diverged([planned], folder)
-    saved, wanted = run.read_yaml().get("given") or load_config(run).essence(), planned.config.essence()
+    given = run.read_yaml().get("given")
+    saved = (make_config(given) if given else load_config(run)).essence()
+    wanted = planned.config.essence()
     if saved != wanted:
         differing = [
             f"{group}.{option}"

@@ -80,7 +80,8 @@ class TaskConfig:
         name, place = self.source
         kept = options["data"][name]
         options["data"] |= {place: None, "workers": 0}
-        options["data"][name] = Path(kept).name if name == place and kept is not None else kept
+        # Data that are named by their place alone may lie elsewhere, but in folders of the same names.
+        options["data"][name] = "/".join(Path(kept).parts[-3:]) if name == place and kept is not None else kept
         options["train"] |= {"output": None, "device": "auto"}
         return options
 

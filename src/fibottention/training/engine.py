@@ -388,8 +388,9 @@ class Trainer:
             record["transform_scales"] = [scale.item() for scale in scales]
         self.epoch = record["epoch"]
         score = self.task.score(evaluation.metrics)
-        if score is not None and math.isnan(score):
-            raise DivergedError("the validation gives no number: the weights are not finite")
+        for name, number in (("score", score), ("val_loss", evaluation.metrics.get("val_loss"))):
+            if number is not None and math.isnan(number):
+                raise DivergedError(f"the validation gives no number ({name}); are the weights finite?")
         if score is None:  # until there is one to compare, the last epoch is kept
             is_best = self.best == -math.inf
         else:

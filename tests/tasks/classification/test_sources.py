@@ -191,7 +191,12 @@ def test_torchvision_data_that_timm_does_not_read(tmp_path):
     for name, change, message in (
         ("torch/svhn", {}, "torch/svhn, .* cannot be opened: Dataset not found or corrupted"),
         ("torch/gtsrb", {"train_split": "all"}, "name the split with data.train_split: .*all"),
-        ("torch/qmnist", {"train_split": "all"}, "torch/qmnist, .* cannot be opened|has two splits of its own"),
+        (
+            "torch/usps",
+            {"train_split": "all"},
+            "has no meaning for data.name=torch/usps, which has two splits of its own",
+        ),
+        ("torch/emnist", {}, "torch/emnist, .* cannot be opened: Unknown torchvision dataset"),
         ("torch/food_101", {"root": None}, "data.root must be given for data.name=torch/food_101"),
         ("torch/nothing", {}, "torch/nothing, .* cannot be opened"),
     ):

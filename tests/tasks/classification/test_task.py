@@ -355,6 +355,9 @@ def test_weights_bring_their_normalization(tmp_path):
     with pytest.raises(UserError, match="vit_small_patch16_224.nosuch cannot be made: Invalid pretrained tag"):
         begun("--model.name", "vit_small_patch16_224.nosuch", *pretrained)
     Run(tmp_path).write_yaml(make_config({}, ["--data.name", "cifar10"]).to_dict())
+    weights = str(tmp_path / "checkpoints" / "epoch_0001" / "model.safetensors")
+    assert begun("--model.checkpoint", weights) == (None, None), "a recipe in a folder is no run"
+    Run(tmp_path).write_json("best.json", {})
     mean, std = begun("--model.checkpoint", str(tmp_path / "checkpoints" / "epoch_0001" / "model.safetensors"))
     assert (mean, std) == normalization(DataConfig(name="cifar10"), 3)
     assert make_config({}, pretrained).data.mean is None, "a run that is opened again stays as it was"

@@ -111,7 +111,7 @@ def test_rollouts_are_every_few_epochs_and_at_the_end(tmp_path):
         "--data.cameras=[image]",
     ]
     words += ["--data.states=[agent_pos]", "--data.columns={image: img, agent_pos: 'state[:2]'}"]
-    with pytest.raises(UserError, match="the validation gives no number: the weights are not finite"):
+    with pytest.raises(UserError, match="the validation gives no number"):
         train_run(small(tmp_path, *words, **{**changes, "train.epochs": 0}), tmp_path / "broken", command="")
     assert not (tmp_path / "broken").exists()
 

@@ -12,6 +12,7 @@ from fibottention.cli.options import CommandParser, make_console
 from fibottention.errors import UserError
 from fibottention.tasks.kinds import task_kind
 from fibottention.tasks.runs import load_model
+from fibottention.training.config import TrainConfig
 from fibottention.training.engine import make_accelerator
 
 __all__ = ["run"]
@@ -29,9 +30,7 @@ def run(words: list[str]) -> int:
     if arguments.top < 1:
         raise UserError(f"--top must be at least 1, got {arguments.top}")
     model, config, saved, _ = load_model(arguments.run)
-    if arguments.device is not None:
-        config.train.device = arguments.device
-    device = make_accelerator(config.train).device
+    device = make_accelerator(TrainConfig(device=arguments.device or "auto", mixed_precision="no")).device
     model.to(device)
     classes, kind = saved["classes"], task_kind(config.task)
     assert kind.open_input is not None

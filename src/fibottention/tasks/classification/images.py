@@ -1,6 +1,5 @@
 """Images for a closer look at a trained model: from its validation data, or from a folder, with masks of objects."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from torchvision.transforms import v2
 from fibottention.errors import UserError
 from fibottention.tasks.classification.config import ClassificationConfig
 from fibottention.tasks.classification.data import eval_transform, open_image
-from fibottention.tasks.classification.object_masks import ObjectMasks, open_masks, read_image
+from fibottention.tasks.classification.object_masks import open_masks, read_image
 from fibottention.tasks.classification.sources import open_source
 
 __all__ = ["images_from_folder", "validation_images"]
@@ -66,7 +65,7 @@ def images_from_folder(
         Images ``(B, C, H, W)``, masks ``(B, H, W)`` or None, and sentences about what was left out.
 
     Raises:
-        UserError: If there are no images that can be read, or one differs in size from its mask.
+        UserError: If there are no images that can be used.
     """
     if not folder.is_dir():
         raise UserError(f"--images: {folder} is not a folder")
@@ -83,21 +82,23 @@ def images_from_folder(
         raise UserError(f"--images: {folder} holds no images" + (f" that have a mask in {masks}" if masks else ""))
     count = min(count, len(paths))
     transform = eval_transform(config.data, config.model.in_chans)
-    chosen, images = [], []
+    images, masks_of = [], []
     for i in range(count):
         path = paths[i * len(paths) // count]
         try:
-            images.append(transform(open_image(read_image(path), config.model.in_chans)))
-            chosen.append(path)
+            image = read_image(path)
+            if known is not None:
+                masks_of.append(_mask(config, known.inside(path, image.height, image.width)))
+            images.append(transform(open_image(image, config.model.in_chans)))
         except UserError as error:
             left_out.append(str(error))
     if not images:
-        raise UserError(f"--images: none of the images in {folder} could be read")
-    return torch.stack(images), None if known is None else _masks(config, chosen, known), left_out
+        raise UserError(f"--images: none of the images in {folder} could be used; {left_out[-1]}")
+    return torch.stack(images), None if known is None else torch.stack(masks_of), left_out
 
 
-def _masks(config: ClassificationConfig, paths: Sequence[Path], known: ObjectMasks) -> Tensor:
-    """Masks resized and cropped as the images are."""
+def _mask(config: ClassificationConfig, inside: np.ndarray) -> Tensor:
+    """A mask resized and cropped as the images are."""
     size = config.data.image_size
     transform = v2.Compose(
         [
@@ -106,9 +107,4 @@ def _masks(config: ClassificationConfig, paths: Sequence[Path], known: ObjectMas
             v2.PILToTensor(),
         ]
     )
-    masks = []
-    for path in paths:
-        image = read_image(path)
-        inside = known.inside(path, image.height, image.width)
-        masks.append(transform(Image.fromarray(inside.astype(np.uint8))).amax(0) > 0)
-    return torch.stack(masks)
+    return transform(Image.fromarray(inside.astype(np.uint8))).amax(0) > 0

@@ -15,9 +15,10 @@ from fibottention.errors import UserError
 from fibottention.models.neighborhood_checkpoints import convert_checkpoint
 from fibottention.models.neighborhood_transformer import NeighborhoodTransformer
 from fibottention.specs import AttentionSpec, Dense, fit_share
-from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, DataConfig
+from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig
 from fibottention.tasks.classification.data import ClassificationData, normalization
 from fibottention.tasks.config import attention_spec
+from fibottention.tasks.options import make_config
 from fibottention.tasks.recognition import RecognitionTask
 from fibottention.tasks.timm_model import check_timm_name, create_timm_model
 from fibottention.tasks.weights import check_classes, load_into
@@ -145,11 +146,16 @@ def _statistics(config: ClassificationConfig) -> tuple[list[float], list[float]]
     """Mean and standard deviation that the weights of a configuration were trained with, if that is known."""
     if config.model.checkpoint is not None:
         parents = Path(config.model.checkpoint).absolute().parents
-        folder = next((parent for parent in parents if Run(parent).config_path.is_file()), None)
-        saved = {} if folder is None else Run(folder).read_yaml()
+        runs = [
+            Run(parent) for parent in parents if (parent / "best.json").is_file() or (parent / "checkpoints").is_dir()
+        ]
+        if not runs or not runs[0].config_path.is_file():
+            return None
+        saved = runs[0].read_yaml()
         if saved.get("task") != config.task:
             return None
-        return normalization(DataConfig(**saved["data"]), saved["model"]["in_chans"])
+        other = make_config({key: saved[key] for key in ("task", "data", "model") if key in saved})
+        return normalization(other.data, other.model.in_chans)
     if not config.model.pretrained:
         return None
     check_timm_name(config.model.name)

@@ -10,6 +10,10 @@ from fibottention.tasks.classification.config import DataConfig
 
 __all__ = ["is_torchvision_name", "open_torchvision"]
 
+_NAMES = (
+    "CLEVRClassification", "Country211", "DTD", "FER2013", "FGVCAircraft", "Flowers102", "Food101", "GTSRB",
+    "Imagenette", "OxfordIIITPet", "PCAM", "RenderedSST2", "STL10", "StanfordCars", "SVHN", "USPS",
+)  # fmt: skip
 _SPLITS = {True: ("train", "trainval"), False: ("val", "validation", "valid", "test")}
 
 
@@ -18,13 +22,7 @@ def _plain(name: str) -> str:
 
 
 def _known() -> dict[str, Any]:
-    """Data sets that say which part is for training, by name."""
-    found = {}
-    for name in datasets.__all__:
-        parameters = inspect.signature(getattr(datasets, name)).parameters
-        if "root" in parameters and {"split", "train"} & set(parameters):
-            found[_plain(name)] = getattr(datasets, name)
-    return found
+    return {_plain(name): getattr(datasets, name) for name in _NAMES if hasattr(datasets, name)}
 
 
 def is_torchvision_name(name: str) -> bool:

@@ -102,7 +102,11 @@ def _head_classes(names: Sequence[str], classes: Sequence[str], folder: Path) ->
     """The names of a model's classes, as the data write them, if those of the data are among them in another order."""
     written, places = {_plain(name): name for name in classes}, {_plain(name): n for n, name in enumerate(names)}
     if len(written) < len(classes) or len(places) < len(names):
-        return None  # names that are too alike to tell
+        if len(names) == len(classes) and list(map(_plain, names)) != list(map(_plain, classes)):
+            raise UserError(
+                f"some classes of {folder} or of the data have one name; say which is which with model.head_classes"
+            )
+        return None
     moved = [name for place, name in enumerate(classes) if places.get(_plain(name), place) != place]
     absent = [name for name in classes if _plain(name) not in places]
     if not absent:

@@ -29,6 +29,7 @@ from fibottention.tasks.dense.sources.base import VOID, Scene, mask_boxes
 __all__ = ["Mask2FormerHead", "OneFormerHead", "UperNetHead", "head_defaults"]
 
 _OBJECTS = 100  # most per image
+_IGNORED = -100  # in the place of void, since a head may have a class of that number
 _SURE = 0.8  # smallest score of a segment of a panoptic prediction
 _SEEN = 0.8  # least share of a segment's mask that other segments do not cover
 # "the task is panoptic" and so on in CLIP's tokens, which transformers' processor of OneFormer pads with zeros.
@@ -158,7 +159,7 @@ class UperNetHead(DenseHead):
         if num_classes < 2:
             raise UserError("model.head=upernet needs at least 2 classes, and the data have one")
         self.register_buffer("places", torch.tensor(places), persistent=False)
-        config = _make_config("upernet", backbone, num_classes, options, loss_ignore_index=VOID)
+        config = _make_config("upernet", backbone, num_classes, options, loss_ignore_index=_IGNORED)
         self.net: Any = _make_net(UperNetForSemanticSegmentation, config)
 
     def losses(
@@ -166,8 +167,8 @@ class UperNetHead(DenseHead):
     ) -> dict[str, Tensor]:
         """See `DenseHead`."""
         labels = torch.stack([padded_to(scene["map"], pixels, VOID) for scene in scenes])
-        labels = torch.where(labels == VOID, VOID, self.places[labels.clamp(max=len(self.places) - 1)])
-        if bool((labels != VOID).any()):
+        labels = torch.where(labels == VOID, _IGNORED, self.places[labels.clamp(max=len(self.places) - 1)])
+        if bool((labels != _IGNORED).any()):
             return {"loss_class": self._run(features, pixels, labels=labels).loss}
         # The mean over no pixels is no number; all parameters have a gradient of zero instead.
         return {"loss_class": 0 * self._run(features, pixels, labels=torch.zeros_like(labels)).loss}
