@@ -465,3 +465,12 @@ def test_bad_arguments_are_named(change, error, message):
     q, k, v, pattern = (arguments.pop(name) for name in ("q", "k", "v", "pattern"))
     with pytest.raises(error, match=message):
         sparse_attention(q, k, v, pattern, **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_a_mask_is_not_taken_for_a_bias(dtype):
+    q = torch.randn(1, 2, 9, 4)
+    with pytest.raises(
+        ValueError, match="bias must be of a floating dtype, since it is added to the scores, got torch"
+    ):
+        sparse_attention(q, q, q, patterns.dense(2, 9), bias=torch.ones(1, 2, 9, 9, dtype=dtype))

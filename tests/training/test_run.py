@@ -122,3 +122,12 @@ def test_weights_of_many_kinds(tmp_path):
         load_weights(tmp_path / "list.pth")
     with pytest.raises(UserError, match="is not a file of weights"):
         load_weights(tmp_path / "missing.pth")
+
+
+def test_weights_can_be_read_by_whom_other_files_can(tmp_path):
+    run = Run(tmp_path)
+    run.write_yaml({})
+    run.save_best({"a": torch.zeros(2)})
+    run.save_checkpoint(1, {"a": torch.zeros(2)}, {})
+    modes = {path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(modes) == 1

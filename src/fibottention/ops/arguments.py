@@ -143,6 +143,11 @@ def check_arguments(
     for name, tensor in placed.items():
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"{name} must be on the device of q ({q.device}), got {tensor.device}")
+    if bias is not None and not bias.is_floating_point():
+        raise ValueError(
+            f"bias must be of a floating dtype, since it is added to the scores, got {bias.dtype}; a mask is a bias of "
+            "0 and -inf, or part of the pattern (Pattern.from_mask)"
+        )
     if bias is not None and bias.ndim == 2:
         if pattern.relation is None:
             raise ValueError("bias is a table (H, buckets), but the pattern has no relation; see Pattern.with_relation")

@@ -28,7 +28,10 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     try:
         with _named_write_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.touch()
+            mode = temporary.stat().st_mode  # safetensors' own would keep others from reading
             write(temporary)
+            temporary.chmod(mode)
             temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):
@@ -187,6 +190,8 @@ class Run:
                 temporary.mkdir(parents=True)
                 save_file(_contiguous(weights), temporary / "model.safetensors")
                 torch.save(state, temporary / "training_state.pt")
+                mode = (temporary / "training_state.pt").stat().st_mode
+                (temporary / "model.safetensors").chmod(mode)  # safetensors' own would keep others from reading
                 shutil.rmtree(final, ignore_errors=True)
                 temporary.rename(final)
         finally:

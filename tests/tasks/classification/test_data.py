@@ -12,7 +12,13 @@ from fibottention.tasks.classification.config import (
     DataConfig,
     ModelConfig,
 )
-from fibottention.tasks.classification.data import ClassificationData, eval_transform, normalization, train_transform
+from fibottention.tasks.classification.data import (
+    ClassificationData,
+    eval_transform,
+    normalization,
+    open_image,
+    train_transform,
+)
 from fibottention.tasks.classification.sources import open_source
 from fibottention.training.config import TrainConfig
 from tests.pictures import break_images, photo_folder
@@ -215,3 +221,11 @@ def test_training_images_are_resized_as_told():
     data.interpolation = "random"
     with pytest.raises(UserError, match="data.interpolation=random is for augment.crop=resized, got augment.crop=none"):
         train_transform(data, augment, 3)
+
+
+@pytest.mark.parametrize("in_chans", [1, 3])
+def test_images_of_16_bits_are_scaled(in_chans):
+    grey = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    deep = Image.fromarray(grey.astype(np.uint16) * 257)
+    assert deep.mode.startswith("I;16")
+    assert np.array_equal(open_image(deep, in_chans), open_image(Image.fromarray(grey), in_chans))

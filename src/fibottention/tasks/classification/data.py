@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 from torch import Tensor
@@ -100,7 +101,9 @@ def train_transform(config: DataConfig, augment: AugmentConfig, in_chans: int) -
 
 
 def open_image(image: Image.Image, in_chans: int) -> Image.Image:
-    """An image in the colour mode of the model."""
+    """An image in the colour mode of the model, one of 16 bits scaled to 8, which conversion would cut off."""
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     return image.convert("L" if in_chans == 1 else "RGB")
 
 
