@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_transform
 from torch import Tensor
@@ -15,6 +14,7 @@ from fibottention.errors import UserError
 from fibottention.tasks.classification.config import AugmentConfig, ClassificationConfig, DataConfig
 from fibottention.tasks.classification.sources import open_source, timm_dataset
 from fibottention.tasks.labelled_data import EpochSampler, LabelledData, LabelledDataset
+from fibottention.tasks.pixels import to_eight_bits
 
 __all__ = ["ClassificationData", "eval_transform", "normalization", "open_image"]
 
@@ -101,10 +101,8 @@ def train_transform(config: DataConfig, augment: AugmentConfig, in_chans: int) -
 
 
 def open_image(image: Image.Image, in_chans: int) -> Image.Image:
-    """An image in the colour mode of the model, one of 16 bits scaled to 8, which conversion would cut off."""
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    return image.convert("L" if in_chans == 1 else "RGB")
+    """An image in the colour mode of the model."""
+    return to_eight_bits(image).convert("L" if in_chans == 1 else "RGB")
 
 
 class _StreamDataset(IterableDataset[tuple[Tensor, int, int]]):

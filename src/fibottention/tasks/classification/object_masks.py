@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import ClassVar
 from xml.etree import ElementTree
 
 import numpy as np
@@ -65,17 +66,29 @@ def read_image(path: Path) -> Image.Image:
         raise UserError(f"{path} cannot be read as an image: {error}") from error
 
 
-class _PngMasks(ObjectMasks):
-    """A PNG of the same name per image, 0 outside the object."""
+class _FolderMasks(ObjectMasks):
+    """A file of the same name per image."""
+
+    suffix: ClassVar[str]
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.problems = folder, []
 
     def has(self, path: Path) -> bool:
-        return (self.folder / f"{path.stem}.png").is_file()
+        return self.file(path).is_file()
+
+    def file(self, path: Path) -> Path:
+        """The file of an image."""
+        return self.folder / f"{path.stem}{self.suffix}"
+
+
+class _PngMasks(_FolderMasks):
+    """PNGs, 0 outside the object."""
+
+    suffix = ".png"
 
     def inside(self, path: Path, height: int, width: int) -> np.ndarray:
-        mask = read_image(self.folder / f"{path.stem}.png")
+        mask = read_image(self.file(path))
         if mask.size != (width, height):
             raise UserError(f"the mask of {path} is {mask.width} x {mask.height} pixels, the image {width} x {height}")
         # The numbers of a palette are classes, 0 the outside; an alpha channel says nothing about the object.
@@ -83,17 +96,13 @@ class _PngMasks(ObjectMasks):
         return (values if values.ndim == 2 else values.max(-1)) > 0
 
 
-class _VocBoxes(ObjectMasks):
-    """The boxes of PASCAL VOC: an XML file of the same name per image, whose pixels count from 1."""
+class _VocBoxes(_FolderMasks):
+    """The boxes of PASCAL VOC, whose pixels count from 1."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.problems = folder, []
-
-    def has(self, path: Path) -> bool:
-        return (self.folder / f"{path.stem}.xml").is_file()
+    suffix = ".xml"
 
     def inside(self, path: Path, height: int, width: int) -> np.ndarray:
-        file = self.folder / f"{path.stem}.xml"
+        file = self.file(path)
         inside = np.zeros((height, width), dtype=bool)
         try:
             boxes = [

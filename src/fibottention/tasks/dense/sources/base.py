@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from fibottention.errors import UserError
+from fibottention.tasks.pixels import to_eight_bits
 
 __all__ = [
     "VOID",
@@ -130,9 +131,7 @@ def encode_mask(mask: Tensor) -> dict[str, Any]:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """An image in RGB, one of 16 bits scaled to 8."""
-    if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
-    return image.convert("RGB")
+    return to_eight_bits(image).convert("RGB")
 
 
 def read_label_map(path: Path) -> np.ndarray[Any, Any]:
